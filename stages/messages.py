@@ -1,0 +1,249 @@
+"""The messages that stages send one another: small typed structs, msgpack on the wire, never a tensor.
+
+A message that names blocks or payload rows hands over the right to touch them; its answer hands it back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+INTERNAL_VERSION = 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen. Ranges are checked by `stages.protocol` before it gets here."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    max_new_tokens: int = 256
+    logprobs: int | None = None
+    """None: no log probabilities. n >= 0: that of the chosen token and of the n likeliest."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t"):
+    """Base of everything that travels between stages. `v` is the version of this module."""
+
+    v: int = INTERNAL_VERSION
+
+
+# admission -> decode
+
+
+class Submit(Message, tag="submit"):
+    rid: int
+    prompt: bytes
+    """int32, little endian. Raw bytes, because a list of 4,096 ids costs 200 times as much to decode."""
+    params: SamplingParams
+    generated: bytes = b""
+    """Tokens that an engine before this one already produced: computed again, not sent again."""
+    priority: int = 0
+
+
+class Cancel(Message, tag="cancel"):
+    """Legal in every state, any number of times. `reason` is the finish reason that `Finished` will carry."""
+
+    rid: int
+    reason: str = "cancelled"
+
+
+class Drain(Message, tag="drain"):
+    """Stop the engine: at once, or when every request has ended."""
+
+    now: bool = False
+
+
+# decode -> admission
+
+
+class TokenItem(msgspec.Struct, frozen=True, array_like=True):
+    rid: int
+    token_id: int
+    index: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Tokens(Message, tag="tokens"):
+    """All tokens of one decode step (or of one prefill chunk) in one message."""
+
+    items: list[TokenItem]
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds. `ttft_s` counts from Submit to the first token; `longest_gap_s` is the longest pause between tokens."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    swapped_s: float = 0.0
+    longest_gap_s: float = 0.0
+    parks: int = 0
+
+
+class Finished(Message, tag="finished"):
+    """The one terminal message of a request. `error` is set when reason is "error"."""
+
+    rid: int
+    reason: str
+    error: str = ""
+    cached_tokens: int = 0
+    timings: Timings = Timings()
+
+
+class Preempted(Message, tag="preempted"):
+    rid: int
+
+
+class Resumed(Message, tag="resumed"):
+    rid: int
+
+
+class Snapshot(Message, tag="snapshot"):
+    """Counters and gauges of the engine, sent several times a second."""
+
+    stats: dict
+
+
+class EngineReady(Message, tag="ready"):
+    summary: dict
+
+
+class LoadProgress(Message, tag="progress"):
+    what: str
+    done: int
+    total: int
+
+
+class EngineFailed(Message, tag="failed"):
+    """The engine cannot start or cannot go on. `config_error` is true when the user can mend it."""
+
+    error: str
+    config_error: bool = False
+
+
+class EngineStopped(Message, tag="stopped"):
+    pass
+
+
+# decode <-> prefill
+
+
+class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
+    """Rows [start, start + count) of the tokens of request `rid`; its block table covers them already."""
+
+    rid: int
+    start: int
+    count: int
+    last: bool
+
+
+class PrefillChunk(Message, tag="chunk"):
+    """While it is out, prefill alone writes the blocks of these requests."""
+
+    items: list[ChunkItem]
+
+
+class ChunkDone(Message, tag="chunk_done"):
+    """`sampled` holds the first token of each request whose prompt is now complete."""
+
+    items: list[ChunkItem]
+    sampled: list[TokenItem]
+    seconds: float
+    error: str = ""
+
+
+# decode <-> offload
+
+
+class SwapOut(Message, tag="swap_out"):
+    """Copy these blocks out. Decode keeps them untouched until the answer, then frees them."""
+
+    rid: int
+    blocks: list[int]
+
+
+class SwapOutDone(Message, tag="swap_out_done"):
+    """`error` is empty when the payload is safe; else nothing was kept and the blocks still hold the request."""
+
+    rid: int
+    bytes: int = 0
+    copies: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    rejected: bool = False
+    """True when the byte budget refused it, False with an error when the copy failed."""
+
+
+class SwapIn(Message, tag="swap_in"):
+    """Copy the payload back into these blocks; the payload is dropped when it has arrived."""
+
+    rid: int
+    blocks: list[int]
+
+
+class SwapInDone(Message, tag="swap_in_done"):
+    rid: int
+    bytes: int = 0
+    copies: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+class DropPayload(Message, tag="drop"):
+    """The request ended while it was swapped out."""
+
+    rid: int
+
+
+class Halt(Message, tag="halt"):
+    """A stage ends its loop."""
+
+
+AnyMessage = (
+    Submit
+    | Cancel
+    | Drain
+    | Tokens
+    | Finished
+    | Preempted
+    | Resumed
+    | Snapshot
+    | EngineReady
+    | LoadProgress
+    | EngineFailed
+    | EngineStopped
+    | PrefillChunk
+    | ChunkDone
+    | SwapOut
+    | SwapOutDone
+    | SwapIn
+    | SwapInDone
+    | DropPayload
+    | Halt
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(raw: bytes) -> AnyMessage:
+    """Raises msgspec.ValidationError on anything that is not one of ours, and on another version."""
+    message = _decoder.decode(raw)
+    if message.v != INTERNAL_VERSION:
+        raise msgspec.ValidationError(f"internal message version {message.v}, expected {INTERNAL_VERSION}")
+    return message
