@@ -1,0 +1,78 @@
+"""Host memory for swapped requests: rows as long as a block of the pool, allocated in pieces at start."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+PIECE_BYTES = 64 << 20
+
+
+class Copy(NamedTuple):
+    """`count` neighbouring pool rows from `block` on, and as many neighbouring arena rows from `row` on."""
+
+    block: int
+    row: int
+    count: int
+
+
+class HostArena:
+    """Owned by the offload stage. Rows are handed out to payloads and come back when the payload is dropped.
+
+    The budget is a number of rows that was fixed at start, so use can never exceed it; a budget of 0 is legal and means
+    that every swap is rejected. On the CPU (and where pinning fails) the pieces are pageable, and `pinned` says so.
+    """
+
+    def __init__(self, budget_bytes: int, row_bytes: int, pin: bool = False) -> None:
+        self.row_bytes = row_bytes
+        self.budget_bytes = budget_bytes
+        self.num_rows = max(0, budget_bytes) // row_bytes
+        self.rows_per_piece = max(1, PIECE_BYTES // row_bytes)
+        self.pinned = pin
+        self._pieces = [
+            torch.empty((min(self.rows_per_piece, self.num_rows - first), row_bytes), dtype=torch.uint8, pin_memory=pin)
+            for first in range(0, self.num_rows, self.rows_per_piece)
+        ]
+        self._free = list(range(self.num_rows - 1, -1, -1))
+
+    @property
+    def free_rows(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.num_rows - len(self._free)) * self.row_bytes
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` rows, ascending, or None when the budget does not hold them."""
+        if count > len(self._free):
+            return None
+        rows = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return sorted(rows)
+
+    def give_back(self, rows: list[int]) -> None:
+        self._free.extend(rows)
+        self._free.sort(reverse=True)
+
+    def plan(self, blocks: list[int], rows: list[int]) -> list[Copy]:
+        """One copy per run of rows that are neighbours on both sides and lie in one piece."""
+        copies: list[Copy] = []
+        for block, row in zip(blocks, rows, strict=True):
+            last = copies[-1] if copies else None
+            if (
+                last is not None
+                and block == last.block + last.count
+                and row == last.row + last.count
+                and row % self.rows_per_piece != 0
+            ):
+                copies[-1] = last._replace(count=last.count + 1)
+            else:
+                copies.append(Copy(block, row, 1))
+        return copies
+
+    def view(self, copy: Copy) -> torch.Tensor:
+        """uint8 [copy.count, row_bytes] of the arena."""
+        piece, first = divmod(copy.row, self.rows_per_piece)
+        return self._pieces[piece][first : first + copy.count]

@@ -1,0 +1,168 @@
+"""The actor that every stage is: one inbox, outboxes, a table of handlers, and work to do between messages.
+
+A stage runs in one thread, and every socket it uses is made, used and closed in that thread. Sends never block:
+internal queues are unbounded, because what may be in flight is bounded by the policy above them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import zmq
+
+from deepinfer.stages import messages
+from deepinfer.stages.messages import Halt, Message
+
+logger = logging.getLogger(__name__)
+
+MAX_DRAIN = 256
+"""Messages taken from the inbox before work gets its turn: neither may starve the other."""
+
+
+class Stage:
+    """Subclasses set `name`, register handlers, and may override `work`, `opened` and `closing`.
+
+    `inbox` is the address that this stage binds; `outboxes` maps stage names to the addresses that they bind.
+    """
+
+    name = "stage"
+
+    def __init__(self, context: zmq.Context, inbox: str, outboxes: Mapping[str, str]) -> None:
+        self.context = context
+        self._inbox_address = inbox
+        self._outbox_addresses = dict(outboxes)
+        self._handlers: dict[type, Callable[[Any], None]] = {Halt: self._on_halt}
+        self._thread: threading.Thread | None = None
+        self._running = False
+        self.progress = 0
+        """Moves whenever this stage does something: what a watchdog looks at."""
+        self.failure: BaseException | None = None
+
+    def on(self, message_type: type, handler: Callable[[Any], None]) -> None:
+        self._handlers[message_type] = handler
+
+    def start(self) -> None:
+        """Run the loop in a thread of its own; returns when the inbox is bound."""
+        bound = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(bound,), name=f"stage-{self.name}", daemon=True)
+        self._thread.start()
+        bound.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def join(self, timeout: float | None = None) -> bool:
+        """True when the loop has ended."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def send(self, to: str, message: Message) -> None:
+        self._outboxes[to].send(messages.encode(message), zmq.DONTWAIT)
+
+    def opened(self) -> None:
+        """Called in the stage's thread before the first message, to make further sockets."""
+
+    def work(self) -> bool:
+        """One turn of work. True means: there is more, do not wait for a message first."""
+        return False
+
+    def on_socket(self, socket: zmq.Socket) -> None:
+        """A further socket, registered in `opened`, has something to read."""
+
+    def poll_timeout_ms(self) -> int:
+        """How long an idle loop may sleep."""
+        return 1000
+
+    def closing(self) -> None:
+        """Called in the stage's thread after the last message."""
+
+    def failed(self, error: BaseException) -> None:
+        """The loop died of `error`. Whoever supervises it is told here."""
+        logger.error("stage %s died", self.name, exc_info=error)
+
+    def halt(self) -> None:
+        """End the loop after the current turn. Only from inside the stage's own thread; others send `Halt`."""
+        self._running = False
+
+    def _on_halt(self, _: Halt) -> None:
+        self.halt()
+
+    def _run(self, bound: threading.Event) -> None:
+        try:
+            self._open()
+            bound.set()
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - the top of a thread: nothing above could see it
+            self.failure = error
+            self.failed(error)
+        finally:
+            bound.set()
+            self.closing()
+            for socket in self._sockets:
+                socket.close()
+
+    def _open(self) -> None:
+        self._sockets: list[zmq.Socket] = []
+        self._outboxes: dict[str, zmq.Socket] = {}
+        self._poller = zmq.Poller()
+        self._running = True
+        self._inbox = self.new_socket(zmq.PULL)
+        self._inbox.bind(self._inbox_address)
+        self._poller.register(self._inbox, zmq.POLLIN)
+        for stage, address in self._outbox_addresses.items():
+            socket = self.new_socket(zmq.PUSH)
+            socket.connect(address)
+            self._outboxes[stage] = socket
+        self.opened()
+
+    def new_socket(self, kind: int, poll: bool = False) -> zmq.Socket:
+        """A socket that this stage owns and closes. With `poll`, `on_socket` is called when it is readable."""
+        socket = self.context.socket(kind)
+        socket.set_hwm(0)
+        self._sockets.append(socket)
+        if poll:
+            self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _loop(self) -> None:
+        more = False
+        while self._running:
+            ready = self._poller.poll(0 if more else self.poll_timeout_ms())
+            for socket, _ in ready:
+                if socket is self._inbox:
+                    self._drain()
+                else:
+                    self.on_socket(socket)
+            if self._running:
+                more = self.work()
+
+    def _drain(self) -> None:
+        for _ in range(MAX_DRAIN):
+            try:
+                raw = self._inbox.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            try:
+                message = messages.decode(raw)
+            except msgspec.MsgspecError as error:
+                logger.error("stage %s dropped a message that is not ours: %s", self.name, error)
+                continue
+            self.progress += 1
+            handler = self._handlers.get(type(message))
+            if handler is None:
+                logger.error("stage %s has no handler for %s", self.name, type(message).__name__)
+                continue
+            handler(message)
+            if not self._running:
+                return
+
+
+def monotonic() -> float:
+    """Seconds of the clock that all stages share: comparable between the processes of one machine."""
+    return time.monotonic()
