@@ -160,7 +160,8 @@ class ChunkDone(Message, tag="chunk_done"):
     items: list[ChunkItem]
     sampled: list[TokenItem]
     seconds: float
-    error: str = ""
+    errors: dict[int, str] = {}
+    """Requests of the chunk that cannot go on, and why."""
 
 
 # decode <-> offload

@@ -1,0 +1,330 @@
+"""The decode stage: owns the pool and the policy, and runs the engine's turns.
+
+A turn: resume, admit, one decode step over every resident request, then the next prefill chunk. With `overlap` off (the
+CPU, where two loops on the same cores only hurt) no step runs while a chunk is out, so that a running stream waits for
+at most one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+
+from deepinfer.stages.memory.entries import Moves, State
+from deepinfer.stages.memory.pool import KVPool
+from deepinfer.stages.memory.residency import Residency, blocks_for
+from deepinfer.stages.messages import (
+    Cancel,
+    ChunkDone,
+    ChunkItem,
+    Drain,
+    DropPayload,
+    EngineStopped,
+    Finished,
+    Halt,
+    Preempted,
+    PrefillChunk,
+    Resumed,
+    Snapshot,
+    Submit,
+    SwapIn,
+    SwapInDone,
+    SwapOut,
+    SwapOutDone,
+    TokenItem,
+    Tokens,
+)
+from deepinfer.stages.request import Request
+from deepinfer.stages.runner import ModelRunner, Outcome, Span
+from deepinfer.stages.stage import Stage, monotonic
+from deepinfer.stages.stats import EngineCounters
+
+SNAPSHOT_SECONDS = 0.25
+
+
+class DecodeStage(Stage):
+    """Owns the pool, the ledger, the residency policy, and the records of all requests of the engine.
+
+    `requests` is shared with prefill, which reads the records that a PrefillChunk names while it is out.
+    """
+
+    name = "decode"
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        inbox: str,
+        outboxes: Mapping[str, str],
+        runner: ModelRunner,
+        pool: KVPool,
+        residency: Residency,
+        requests: dict[int, Request],
+        eos_token_ids: frozenset[int],
+        overlap: bool = False,
+    ) -> None:
+        super().__init__(context, inbox, outboxes)
+        self._runner = runner
+        self._pool = pool
+        self._residency = residency
+        self._ledger = residency.ledger
+        self._requests = requests
+        self._eos = eos_token_ids
+        self._overlap = overlap
+        self._chunk_out = False
+        self._payload_bytes: dict[int, int] = {}
+        self._draining = False
+        self._last_snapshot = 0.0
+        self.counters = EngineCounters()
+        self.on(Submit, self._on_submit)
+        self.on(Cancel, self._on_cancel)
+        self.on(Drain, self._on_drain)
+        self.on(ChunkDone, self._on_chunk_done)
+        self.on(SwapOutDone, self._on_swap_out_done)
+        self.on(SwapInDone, self._on_swap_in_done)
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _on_submit(self, message: Submit) -> None:
+        layout = self._pool.layout
+        total = len(message.prompt) // 4 + message.params.max_new_tokens - 1
+        request = Request(message, blocks_for(total, layout.block_size))
+        if not self._residency.fits_alone(total):
+            # Admission refuses this earlier, with the numbers; a request must never wait for what cannot come.
+            self._send_finished(request, "kv_exhausted")
+            return
+        self._requests[message.rid] = request
+        self._residency.submit(message.rid, request.length, total, message.priority)
+
+    def _on_cancel(self, message: Cancel) -> None:
+        if message.rid in self._requests:
+            self._finish(message.rid, message.reason)
+
+    def _on_drain(self, message: Drain) -> None:
+        self._draining = True
+        if message.now:
+            for rid in list(self._requests):
+                self._finish(rid, "error", "the daemon is stopping")
+
+    def _on_chunk_done(self, message: ChunkDone) -> None:
+        self._chunk_out = False
+        self.counters.prefill_chunks_total += 1
+        self.counters.prefill_seconds += message.seconds
+        tokens = {item.rid: item for item in message.sampled}
+        outcomes = []
+        for chunk in message.items:
+            request = self._requests.get(chunk.rid)
+            if not self._residency.chunk_done(chunk.rid, chunk.count):
+                self._requests.pop(chunk.rid, None)
+                continue
+            if request is None:
+                continue
+            request.clock.prefill += message.seconds
+            self._count_prompt(request, chunk)
+            if chunk.rid in message.errors or chunk.rid in tokens:
+                outcomes.append(Outcome(chunk.rid, tokens.get(chunk.rid), message.errors.get(chunk.rid, "")))
+        self._deliver(outcomes)
+
+    def _count_prompt(self, request: Request, chunk: ChunkItem) -> None:
+        if request.clock.parks or request.generated:
+            self.counters.replayed_tokens_total += chunk.count
+        else:
+            self.counters.prompt_tokens_total += chunk.count
+
+    def _on_swap_out_done(self, message: SwapOutDone) -> None:
+        failed = bool(message.error) and not message.rejected
+        self.counters.kv_cpu_offload_rejected_total += message.rejected
+        self.counters.kv_cpu_offload_failed_total += failed
+        if not message.error:
+            self._count_swap_out(message)
+        if not self._residency.swapped_out(message.rid, rejected=message.rejected, failed=failed):
+            if not message.error:
+                self._drop_payload(message.rid)
+            return
+        if not message.error:
+            self._parked(message.rid)
+
+    def _count_swap_out(self, message: SwapOutDone) -> None:
+        counters = self.counters
+        counters.requests_swapped_total += 1
+        counters.kv_cpu_offload_blocks_total += message.bytes // self._pool.layout.block_bytes
+        counters.kv_cpu_offload_bytes_total += message.bytes
+        counters.kv_cpu_offload_copies_total += message.copies
+        counters.cpu_offload_seconds += message.seconds
+        self._payload_bytes[message.rid] = message.bytes
+        counters.max_swapped_requests = max(counters.max_swapped_requests, len(self._payload_bytes))
+
+    def _on_swap_in_done(self, message: SwapInDone) -> None:
+        counters = self.counters
+        self._payload_bytes.pop(message.rid, None)
+        counters.kv_cpu_reload_blocks_total += message.bytes // self._pool.layout.block_bytes
+        counters.kv_cpu_reload_bytes_total += message.bytes
+        counters.kv_cpu_reload_copies_total += message.copies
+        counters.cpu_reload_seconds += message.seconds
+        counters.kv_cpu_offload_failed_total += bool(message.error)
+        if self._residency.swapped_in(message.rid, failed=bool(message.error)) and not message.error:
+            counters.requests_resumed_total += 1
+            self._unparked(message.rid)
+
+    # --- a turn -----------------------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        if self._chunk_out and not self._overlap:
+            return False
+        moves = self._residency.moves()
+        self._carry_out(moves)
+        step = self._residency.step()
+        self._carry_out(step.moves)
+        if step.rows:
+            self._decode(step.rows)
+        if not self._chunk_out:
+            self._send_chunk()
+        self._maybe_snapshot()
+        if self._draining and not self._residency.entries:
+            self._stop_engine()
+        return bool(step.rows or step.moves.recomputed or step.moves.exhausted) and not self._waits_for_chunk()
+
+    def _waits_for_chunk(self) -> bool:
+        return self._chunk_out and not self._overlap
+
+    def _decode(self, rids: list[int]) -> None:
+        began = monotonic()
+        spans = []
+        for rid in rids:
+            self._sync_table(rid)
+            spans.append(Span(self._requests[rid], self._residency.entries[rid].cached, 1, True))
+        outcomes = self._runner.run(spans)
+        for rid in rids:
+            self._residency.stepped(rid)
+        self.counters.decode_steps_total += 1
+        self.counters.decode_seconds += monotonic() - began
+        self.progress += 1
+        self._deliver(outcomes)
+
+    def _send_chunk(self) -> None:
+        chunks = self._residency.chunk()
+        if not chunks:
+            return
+        for chunk in chunks:
+            self._sync_table(chunk.rid)
+        self._chunk_out = True
+        self.send("prefill", PrefillChunk(items=[ChunkItem(*chunk) for chunk in chunks]))
+
+    def _carry_out(self, moves: Moves) -> None:
+        for rid in moves.swap_out:
+            self._requests[rid].num_blocks = 0
+            self.send("offload", SwapOut(rid=rid, blocks=self._filled_blocks(rid)))
+        for rid in moves.swap_in:
+            self.send("offload", SwapIn(rid=rid, blocks=self._ledger.blocks(rid)))
+        for rid in moves.admitted:
+            self._requests[rid].clock.admit()
+            if self._residency.entries[rid].parks:
+                self._unparked(rid)
+        for rid in moves.recomputed:
+            self.counters.requests_recomputed_total += 1
+            self._parked(rid)
+        for rid in moves.exhausted:
+            self.counters.requests_kv_exhausted_total += 1
+            self._finish(rid, "kv_exhausted")
+
+    def _filled_blocks(self, rid: int) -> list[int]:
+        cached = self._residency.entries[rid].cached
+        return self._ledger.blocks(rid)[: blocks_for(cached, self._pool.layout.block_size)]
+
+    def _sync_table(self, rid: int) -> None:
+        request = self._requests[rid]
+        if request.num_blocks != self._ledger.held(rid):
+            blocks = self._ledger.blocks(rid)
+            request.table[: len(blocks)] = blocks
+            request.num_blocks = len(blocks)
+
+    def _parked(self, rid: int) -> None:
+        self._requests[rid].num_blocks = 0
+        self._requests[rid].clock.park()
+        self.send("admission", Preempted(rid=rid))
+
+    def _unparked(self, rid: int) -> None:
+        self._requests[rid].clock.unpark()
+        self.send("admission", Resumed(rid=rid))
+
+    # --- results ----------------------------------------------------------------------------------------------
+
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        items: list[TokenItem] = []
+        ends: list[tuple[int, str, str]] = []
+        for outcome in outcomes:
+            request = self._requests[outcome.rid]
+            if outcome.item is None:
+                ends.append((outcome.rid, "error", outcome.error))
+                continue
+            request.append(outcome.item.token_id)
+            request.clock.token()
+            items.append(outcome.item)
+            reason = request.finish_reason(self._eos)
+            if reason is not None:
+                ends.append((outcome.rid, reason, ""))
+        self.counters.generation_tokens_total += len(items)
+        if items:
+            self.send("admission", Tokens(items=items))
+        for rid, reason, error in ends:
+            self._finish(rid, reason, error)
+
+    def _finish(self, rid: int, reason: str, error: str = "") -> None:
+        """The one way a request ends: blocks and payload go back, exactly one Finished goes out."""
+        request = self._requests[rid]
+        entry = self._residency.entries[rid]
+        busy = entry.busy
+        state = self._residency.end(rid)
+        if state is None:
+            return
+        if state is State.SWAPPED:
+            self._drop_payload(rid)
+        self.counters.requests_finished_total += 1
+        self.counters.requests_failed_total += reason == "error"
+        self._send_finished(request, reason, error)
+        if not busy:
+            del self._requests[rid]
+
+    def _send_finished(self, request: Request, reason: str, error: str = "") -> None:
+        self.send(
+            "admission",
+            Finished(rid=request.rid, reason=reason, error=error, timings=request.clock.timings()),
+        )
+
+    def _drop_payload(self, rid: int) -> None:
+        self._payload_bytes.pop(rid, None)
+        self._residency.payload_dropped()
+        self.send("offload", DropPayload(rid=rid))
+
+    # --- what others see --------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        states = dict.fromkeys((state.value for state in State), 0)
+        for entry in self._residency.entries.values():
+            states[entry.state.value] += 1
+        return {
+            **self.counters.as_dict(),
+            "states": states,
+            "num_blocks": self._ledger.num_blocks,
+            "free_blocks": self._ledger.free,
+            "swapped_requests": states["swapped"],
+            "cpu_offload_bytes": sum(self._payload_bytes.values()),
+            "progress": self.progress,
+        }
+
+    def poll_timeout_ms(self) -> int:
+        return int(SNAPSHOT_SECONDS * 1000)
+
+    def _maybe_snapshot(self) -> None:
+        now = monotonic()
+        if now - self._last_snapshot >= SNAPSHOT_SECONDS:
+            self._last_snapshot = now
+            self.send("admission", Snapshot(stats=self.stats()))
+
+    def _stop_engine(self) -> None:
+        self.send("admission", Snapshot(stats=self.stats()))
+        self.send("prefill", Halt())
+        self.send("offload", Halt())
+        self.send("admission", EngineStopped())
+        self.halt()

@@ -1,0 +1,105 @@
+"""What the residency policy knows of a request: integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class State(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SWAPPING_OUT = "swapping_out"
+    SWAPPED = "swapped"
+    SWAPPING_IN = "swapping_in"
+
+
+RUNNING = (State.PREFILL, State.DECODE)
+IN_TRANSFER = (State.SWAPPING_OUT, State.SWAPPING_IN)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request. Counts are tokens unless they say otherwise."""
+
+    rid: int
+    arrival: int
+    """Place in the order of arrival; it survives every preemption."""
+    length: int
+    """Tokens known: the prompt and what was generated."""
+    total: int
+    """Tokens whose keys and values will ever be stored, if it runs to its limit."""
+    priority: int = 0
+    state: State = State.WAITING
+    target: int = 0
+    """In PREFILL: store this many, then sample."""
+    cached: int = 0
+    """Tokens whose keys and values are stored."""
+    state_before_swap: State = State.PREFILL
+    last_active: int = 0
+    """Turn in which it last ran."""
+    parks: int = 0
+    """Times it was preempted."""
+    yielded: int = 0
+    """Tokens it produced in this residency."""
+    busy: bool = False
+    """A PrefillChunk names it: its blocks belong to the prefill stage."""
+    ended: bool = False
+    """It has finished or was cancelled, but a chunk or a transfer still has its blocks."""
+
+    @property
+    def locked(self) -> bool:
+        return self.busy or self.state in IN_TRANSFER
+
+    @property
+    def seniority(self) -> tuple[int, int]:
+        """Sorts the one that must not wait first: higher priority, then earlier arrival."""
+        return (-self.priority, self.arrival)
+
+
+@dataclass(frozen=True)
+class ResidencyConfig:
+    """Bounds of the policy."""
+
+    max_running: int = 64
+    """Requests that hold blocks at the same time."""
+    prefill_chunk_tokens: int = 256
+    quantum: int = 4
+    """Tokens that a residency yields before the request may be made a victim."""
+    max_parks: int = 8
+    """A request that was preempted this often comes back with blocks for its whole length, so it never is again."""
+    watermark_blocks: int = 1
+    """Kept free beside a resumed request while others run, so that the next token does not push it out again."""
+    swap: bool = True
+    recompute: bool = True
+    """Without room on the host, drop a victim's blocks and compute them again later."""
+
+
+class Chunk(NamedTuple):
+    """Rows [start, start + count) of a request's tokens; `last` when its prompt is complete with them."""
+
+    rid: int
+    start: int
+    count: int
+    last: bool
+
+
+class Moves(NamedTuple):
+    """What `Residency` decided. Each list holds request ids; swaps are to be carried out by the offload stage."""
+
+    swap_out: list[int]
+    swap_in: list[int]
+    admitted: list[int]
+    """Newly in PREFILL with their blocks."""
+    recomputed: list[int]
+    """Lost their blocks; waiting again."""
+    exhausted: list[int]
+    """Cannot grow and nothing can be moved: to be ended with what they have."""
+
+
+class Step(NamedTuple):
+    rows: list[int]
+    """Requests that decode one token, each with a block for it."""
+    moves: Moves

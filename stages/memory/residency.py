@@ -1,0 +1,300 @@
+"""Who holds blocks, who waits, who moves out: the whole policy, over integers.
+
+No torch, no zmq, no clock. The decode stage calls it once a turn in this order:
+
+    moves()   resume what was parked, then admit newcomers, preempting for one if the rules allow
+    step()    give every decoding request the block for its next token, making room if need be
+    chunk()   cut the next prefill chunk
+
+and reports back with chunk_done, stepped, swapped_out, swapped_in and end.
+"""
+
+from __future__ import annotations
+
+from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, ResidencyConfig, State, Step
+from deepinfer.stages.memory.ledger import BlockLedger
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+class Residency:
+    """Owned by decode, with the ledger. Every decision that moves a block is made here."""
+
+    def __init__(self, ledger: BlockLedger, block_size: int, config: ResidencyConfig) -> None:
+        self.ledger = ledger
+        self.block_size = block_size
+        self.config = config
+        self.entries: dict[int, Entry] = {}
+        self._arrivals = 0
+        self._turn = 0
+        self._claimant: int | None = None
+        """The newcomer for whom victims are moving out: what they leave is its, not theirs."""
+        self.host_full = False
+        """The byte budget refused a swap, and no payload has left the host since."""
+
+    # --- requests come and go ---------------------------------------------------------------------------------
+
+    def submit(self, rid: int, length: int, total: int, priority: int = 0) -> None:
+        """`length` tokens are known; at most `total` will be stored. `fits_alone(total)` must hold."""
+        self._arrivals += 1
+        self.entries[rid] = Entry(rid=rid, arrival=self._arrivals, length=length, total=total, priority=priority)
+
+    def fits_alone(self, total: int) -> bool:
+        return blocks_for(total, self.block_size) <= self.ledger.num_blocks
+
+    def end(self, rid: int) -> State | None:
+        """The request has ended, whatever its state. Blocks come back now, or when the chunk or transfer that has
+        them is over. Returns the state it was in (None if unknown): a SWAPPED one has a payload to drop."""
+        entry = self.entries.get(rid)
+        if entry is None or entry.ended:
+            return None
+        if self._claimant == rid:
+            self._claimant = None
+        if entry.locked:
+            entry.ended = True
+        else:
+            self._forget(entry)
+        return entry.state
+
+    def _forget(self, entry: Entry) -> None:
+        self.ledger.release(entry.rid)
+        del self.entries[entry.rid]
+
+    # --- one turn ---------------------------------------------------------------------------------------------
+
+    def moves(self) -> Moves:
+        """Resume first, then admit. Stops at the first one that does not fit, so nobody overtakes it for ever."""
+        self._turn += 1
+        moves = Moves([], [], [], [], [])
+        for entry in sorted(self._outside(), key=self._queue_order):
+            if self._resident_count() >= self.config.max_running:
+                break
+            if self._blocks_wanted(entry) <= self._room(entry):
+                self._bring_in(entry, moves)
+                continue
+            if self._may_preempt(entry):
+                self._make_room(entry, moves)
+            break
+        return moves
+
+    def step(self) -> Step:
+        """Blocks for the next token of every decoding request, the most senior first."""
+        rows: list[int] = []
+        stalled: list[Entry] = []
+        moves = Moves([], [], [], [], [])
+        for entry in sorted(self._in_state(State.DECODE), key=lambda e: e.seniority):
+            short = blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid)
+            if short <= self.ledger.free:
+                if short > 0:
+                    self.ledger.grow(entry.rid, short)
+                rows.append(entry.rid)
+                entry.last_active = self._turn
+            else:
+                stalled.append(entry)
+        if stalled:
+            self._relieve(stalled, bool(rows), moves)
+        return Step(rows, moves)
+
+    def chunk(self) -> list[Chunk]:
+        """The next prefill chunk, several requests packed into at most `prefill_chunk_tokens`; they are busy until
+        `chunk_done`."""
+        budget = self.config.prefill_chunk_tokens
+        chunks: list[Chunk] = []
+        for entry in sorted(self._in_state(State.PREFILL), key=lambda e: e.seniority):
+            if entry.busy or budget == 0:
+                continue
+            count = min(budget, entry.target - entry.cached)
+            budget -= count
+            entry.busy = True
+            entry.last_active = self._turn
+            chunks.append(Chunk(entry.rid, entry.cached, count, entry.cached + count == entry.target))
+        return chunks
+
+    # --- what happened ----------------------------------------------------------------------------------------
+
+    def chunk_done(self, rid: int, count: int) -> bool:
+        """False when the request ended meanwhile: its result is void."""
+        entry = self.entries[rid]
+        entry.busy = False
+        if entry.ended:
+            self._forget(entry)
+            return False
+        entry.cached += count
+        if entry.cached == entry.target:
+            entry.state = State.DECODE
+            self._yield(entry)
+        return True
+
+    def stepped(self, rid: int) -> None:
+        entry = self.entries[rid]
+        entry.cached += 1
+        self._yield(entry)
+
+    def _yield(self, entry: Entry) -> None:
+        entry.length += 1
+        entry.yielded += 1
+
+    def swapped_out(self, rid: int, rejected: bool = False, failed: bool = False) -> bool:
+        """The copy is safe on the host (only now the blocks are freed), or it was refused and the request goes on.
+
+        False when the request ended meanwhile; then a payload that was made is to be dropped.
+        """
+        entry = self.entries[rid]
+        if entry.ended:
+            self._forget(entry)
+            return False
+        if rejected or failed:
+            entry.state = entry.state_before_swap
+            self.host_full = self.host_full or rejected
+            self._claimant = None
+        else:
+            self.ledger.release(rid)
+            entry.state = State.SWAPPED
+            entry.parks += 1
+        return True
+
+    def swapped_in(self, rid: int, failed: bool = False) -> bool:
+        """The payload has arrived in its new blocks, or was lost and must be computed again.
+
+        False when the request ended meanwhile.
+        """
+        entry = self.entries[rid]
+        self.host_full = False
+        if entry.ended:
+            self._forget(entry)
+            return False
+        entry.state = entry.state_before_swap
+        if failed:
+            self._recompute(entry)
+        return True
+
+    def payload_dropped(self) -> None:
+        self.host_full = False
+
+    # --- the rules --------------------------------------------------------------------------------------------
+
+    def _in_state(self, *states: State) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.state in states and not entry.ended]
+
+    def _outside(self) -> list[Entry]:
+        return self._in_state(State.SWAPPED, State.WAITING)
+
+    def _resident_count(self) -> int:
+        return sum(1 for entry in self.entries.values() if self.ledger.held(entry.rid))
+
+    def _queue_order(self, entry: Entry) -> tuple[bool, int, bool, int]:
+        """The claimant, then by priority; parked ones before newcomers; then by arrival."""
+        return (entry.rid != self._claimant, -entry.priority, entry.parks == 0, entry.arrival)
+
+    def _blocks_wanted(self, entry: Entry) -> int:
+        """What a request needs to come in: what it has stored or must store, and its next token.
+
+        After `max_parks` preemptions it is everything it may ever need: from then on it never asks again.
+        """
+        if entry.parks >= self.config.max_parks:
+            return blocks_for(entry.total, self.block_size)
+        stored = entry.length if entry.state is State.WAITING else max(entry.cached, entry.target)
+        return blocks_for(min(stored + 1, entry.total), self.block_size)
+
+    def _room(self, entry: Entry) -> int:
+        """Free blocks, less what running requests need for their next token, less the watermark for parked ones."""
+        room = self.ledger.free - self._growth_demand()
+        others = any(other.rid != entry.rid for other in self._in_state(*RUNNING))
+        return room - self.config.watermark_blocks if entry.parks and others else room
+
+    def _growth_demand(self) -> int:
+        return sum(
+            max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid))
+            for entry in self._in_state(State.DECODE)
+        )
+
+    def _bring_in(self, entry: Entry, moves: Moves) -> None:
+        self.ledger.grow(entry.rid, self._blocks_wanted(entry))
+        entry.yielded = 0
+        entry.last_active = self._turn
+        if self._claimant == entry.rid:
+            self._claimant = None
+        if entry.state is State.SWAPPED:
+            entry.state = State.SWAPPING_IN
+            moves.swap_in.append(entry.rid)
+        else:
+            entry.state = State.PREFILL
+            entry.target = entry.length
+            entry.cached = 0
+            moves.admitted.append(entry.rid)
+
+    def _may_preempt(self, entry: Entry) -> bool:
+        """Only a newcomer may push others out, only while nobody is parked, and only into the host: work that is done
+        is never thrown away for it."""
+        if entry.parks or not self._can_swap():
+            return False
+        return not any(other.parks for other in self._outside())
+
+    def _can_swap(self) -> bool:
+        return self.config.swap and not self.host_full
+
+    def _make_room(self, newcomer: Entry, moves: Moves) -> None:
+        short = self._blocks_wanted(newcomer) - self._room(newcomer) - self._arriving_blocks()
+        victims = self._victims(newcomer)
+        if short <= 0 or sum(self.ledger.held(victim.rid) for victim in victims) < short:
+            return
+        self._claimant = newcomer.rid
+        for victim in victims:
+            if short <= 0:
+                return
+            short -= self.ledger.held(victim.rid)
+            self._start_swap_out(victim, moves)
+
+    def _arriving_blocks(self) -> int:
+        """Blocks that swaps under way will free."""
+        return sum(self.ledger.held(e.rid) for e in self.entries.values() if e.state is State.SWAPPING_OUT or e.ended)
+
+    def _victims(self, wanting: Entry, forced: bool = False) -> list[Entry]:
+        """Who may be moved out for `wanting`, the best victim first: lowest priority, least recently active, youngest.
+
+        `forced` sets the quantum aside: nothing else can move.
+        """
+        victims = [
+            entry
+            for entry in self._in_state(*RUNNING)
+            if entry.rid != wanting.rid
+            and not entry.busy
+            and self.ledger.held(entry.rid)
+            and entry.parks < self.config.max_parks
+            and entry.priority <= wanting.priority
+            and (forced or entry.yielded >= self.config.quantum)
+        ]
+        return sorted(victims, key=lambda e: (e.priority, e.last_active, -e.arrival))
+
+    def _relieve(self, stalled: list[Entry], others_run: bool, moves: Moves) -> None:
+        """Find blocks for requests that cannot take their next token, for the most senior one first."""
+        senior = stalled[0]
+        if self._arriving_blocks():
+            return
+        victims = self._victims(senior)
+        if not victims and not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN):
+            victims = self._victims(senior, forced=True)
+            if not victims:
+                moves.exhausted.append(stalled[-1].rid)
+                return
+        for victim in victims[:1]:
+            if self._can_swap():
+                self._start_swap_out(victim, moves)
+            elif self.config.recompute:
+                self._recompute(victim)
+                moves.recomputed.append(victim.rid)
+            elif not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN):
+                moves.exhausted.append(stalled[-1].rid)
+
+    def _start_swap_out(self, victim: Entry, moves: Moves) -> None:
+        victim.state_before_swap = victim.state
+        victim.state = State.SWAPPING_OUT
+        moves.swap_out.append(victim.rid)
+
+    def _recompute(self, entry: Entry) -> None:
+        self.ledger.release(entry.rid)
+        entry.state = State.WAITING
+        entry.cached = entry.target = 0
+        entry.parks += 1

@@ -1,0 +1,109 @@
+"""The offload stage: moves whole requests between the pool and host memory, as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import zmq
+
+from deepinfer.stages.memory.arena import HostArena
+from deepinfer.stages.messages import DropPayload, SwapIn, SwapInDone, SwapOut, SwapOutDone
+from deepinfer.stages.stage import Stage, monotonic
+
+CopyRows = Callable[[torch.Tensor, torch.Tensor], object]
+"""(destination, source), both uint8 [rows, row_bytes]."""
+
+
+def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source)
+
+
+class OffloadStage(Stage):
+    """Owns the arena and the payloads. Touches pool rows only between a SwapOut or SwapIn and its answer.
+
+    The order of a swap out: take host rows (this is the byte budget), copy, answer. Decode frees the blocks when it has
+    the answer, never before: the allocator would hand out memory that is still being read.
+    """
+
+    name = "offload"
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        inbox: str,
+        outboxes: Mapping[str, str],
+        pool: torch.Tensor,
+        arena: HostArena,
+        copy: CopyRows = copy_rows,
+    ) -> None:
+        super().__init__(context, inbox, outboxes)
+        self._pool = pool
+        self._arena = arena
+        self._copy = copy
+        self._payloads: dict[int, list[int]] = {}
+        self.on(SwapOut, self._on_swap_out)
+        self.on(SwapIn, self._on_swap_in)
+        self.on(DropPayload, self._on_drop)
+
+    def _on_swap_out(self, message: SwapOut) -> None:
+        began = monotonic()
+        rows = self._arena.take(len(message.blocks))
+        if rows is None:
+            self.send("decode", self._rejection(message))
+            return
+        try:
+            copies = self._arena.plan(message.blocks, rows)
+            for copy in copies:
+                self._copy(self._arena.view(copy), self._pool[copy.block : copy.block + copy.count])
+        except (RuntimeError, OSError) as error:
+            self._arena.give_back(rows)
+            self.send("decode", SwapOutDone(rid=message.rid, error=f"copy to the host failed: {error}"))
+            return
+        self._payloads[message.rid] = rows
+        self.send(
+            "decode",
+            SwapOutDone(
+                rid=message.rid,
+                bytes=len(rows) * self._arena.row_bytes,
+                copies=len(copies),
+                seconds=monotonic() - began,
+            ),
+        )
+
+    def _rejection(self, message: SwapOut) -> SwapOutDone:
+        need = len(message.blocks) * self._arena.row_bytes
+        left = self._arena.free_rows * self._arena.row_bytes
+        return SwapOutDone(
+            rid=message.rid, error=f"needs {need} bytes on the host, {left} of the budget are left", rejected=True
+        )
+
+    def _on_swap_in(self, message: SwapIn) -> None:
+        began = monotonic()
+        rows = self._payloads[message.rid]
+        error = ""
+        copies = self._arena.plan(message.blocks[: len(rows)], rows)
+        try:
+            for copy in copies:
+                self._copy(self._pool[copy.block : copy.block + copy.count], self._arena.view(copy))
+        except (RuntimeError, OSError) as failure:
+            error = f"copy from the host failed: {failure}"
+        self._drop(message.rid)
+        self.send(
+            "decode",
+            SwapInDone(
+                rid=message.rid,
+                bytes=len(rows) * self._arena.row_bytes,
+                copies=len(copies),
+                seconds=monotonic() - began,
+                error=error,
+            ),
+        )
+
+    def _on_drop(self, message: DropPayload) -> None:
+        self._drop(message.rid)
+
+    def _drop(self, rid: int) -> None:
+        rows = self._payloads.pop(rid, None)
+        if rows is not None:
+            self._arena.give_back(rows)

@@ -1,0 +1,99 @@
+"""The engine's record of one request: its tokens, its block table, its times."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepinfer.stages.messages import SamplingParams, Submit, Timings
+from deepinfer.stages.stage import monotonic
+
+
+class Request:
+    """Owned by decode. Prefill reads it while a PrefillChunk names it; nobody else sees it.
+
+    `tokens`: int32 [prompt + max_new_tokens], the first `length` are known. `table`: int32 block ids in context order,
+    the first `num_blocks` are valid; decode refreshes it from the ledger before anyone is told to use it.
+    """
+
+    def __init__(self, submit: Submit, max_blocks: int) -> None:
+        prompt = np.frombuffer(submit.prompt, dtype="<i4")
+        generated = np.frombuffer(submit.generated, dtype="<i4")
+        self.rid = submit.rid
+        self.params: SamplingParams = submit.params
+        self.priority = submit.priority
+        self.prompt = prompt
+        self.generated: list[int] = generated.tolist()
+        self.tokens = np.zeros(len(prompt) + submit.params.max_new_tokens, dtype=np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.tokens[len(prompt) : len(prompt) + len(generated)] = generated
+        self.length = len(prompt) + len(generated)
+        self.table = np.zeros(max_blocks, dtype=np.int32)
+        self.num_blocks = 0
+        self.clock = RequestClock()
+
+    @property
+    def total(self) -> int:
+        """Tokens whose keys and values are stored at most: the last token is sampled and never fed back."""
+        return len(self.tokens) - 1
+
+    def append(self, token_id: int) -> None:
+        self.tokens[self.length] = token_id
+        self.length += 1
+        self.generated.append(token_id)
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> str | None:
+        """Why the newest token ends the request, or None."""
+        token = self.generated[-1]
+        if token in self.params.stop_token_ids or (token in eos_token_ids and not self.params.ignore_eos):
+            return "stop"
+        return "length" if self.length == len(self.tokens) else None
+
+
+class RequestClock:
+    """Times of one request, in seconds of the shared monotonic clock."""
+
+    def __init__(self) -> None:
+        self.submitted = monotonic()
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.longest_gap = 0.0
+        self.prefill = 0.0
+        self.parks = 0
+        self.swapped = 0.0
+        self._parked_since: float | None = None
+
+    def admit(self) -> None:
+        if self.admitted is None:
+            self.admitted = monotonic()
+
+    def token(self) -> None:
+        now = monotonic()
+        if self.first_token is None:
+            self.first_token = now
+        if self.last_token is not None:
+            self.longest_gap = max(self.longest_gap, now - self.last_token)
+        self.last_token = now
+
+    def park(self) -> None:
+        self.parks += 1
+        self._parked_since = monotonic()
+
+    def unpark(self) -> None:
+        if self._parked_since is not None:
+            self.swapped += monotonic() - self._parked_since
+            self._parked_since = None
+
+    def timings(self) -> Timings:
+        self.unpark()
+        now = monotonic()
+        first = self.first_token
+        return Timings(
+            queue_s=(self.admitted or now) - self.submitted,
+            prefill_s=self.prefill,
+            ttft_s=(first or now) - self.submitted,
+            decode_s=(self.last_token or now) - first if first is not None else 0.0,
+            swapped_s=self.swapped,
+            longest_gap_s=self.longest_gap,
+            parks=self.parks,
+        )

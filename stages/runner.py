@@ -1,0 +1,99 @@
+"""From request rows to sampled tokens: the one path that prefill chunks and decode steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deepinfer.kernels.attention import AttentionBatch
+from deepinfer.stages.messages import TokenItem
+from deepinfer.stages.model import Executor, ForwardBatch
+from deepinfer.stages.model.sampler import Sampled, Sampler, SampleRow
+from deepinfer.stages.request import Request
+
+
+class Span(NamedTuple):
+    """Rows [start, start + count) of a request's tokens; with `sample`, the last of them yields a token."""
+
+    request: Request
+    start: int
+    count: int
+    sample: bool
+
+
+class Outcome(NamedTuple):
+    rid: int
+    item: TokenItem | None
+    error: str
+    """Why this request cannot go on; the others of the batch are not touched."""
+
+
+class ModelRunner:
+    """Stateless between calls. Shared by decode and prefill; on the CPU never called by both at once."""
+
+    def __init__(self, executor: Executor, sampler: Sampler) -> None:
+        self.executor = executor
+        self.sampler = sampler
+
+    def run(self, spans: Sequence[Span]) -> list[Outcome]:
+        """One forward pass over all spans; an outcome for each that samples, and for each that failed."""
+        forward = build_batch(spans)
+        logits = self.executor.forward(forward)
+        broken = self._broken_spans(spans)
+        sampling = [span for span in spans if span.sample]
+        sampled = self.sampler.sample(logits, [_sample_row(span.request) for span in sampling]) if sampling else []
+        outcomes = [
+            _outcome(span.request, result)
+            for span, result in zip(sampling, sampled, strict=True)
+            if span.request.rid not in broken
+        ]
+        outcomes.extend(Outcome(rid, None, error) for rid, error in broken.items())
+        return outcomes
+
+    def _broken_spans(self, spans: Sequence[Span]) -> dict[int, str]:
+        rows = self.executor.nonfinite_rows
+        if rows is None or not rows.any():
+            return {}
+        broken = {}
+        first = 0
+        for span in spans:
+            if rows[first : first + span.count].any():
+                broken[span.request.rid] = "the model produced keys or values that are not finite"
+            first += span.count
+        return broken
+
+
+def build_batch(spans: Sequence[Span]) -> ForwardBatch:
+    """Rows of one request are neighbours, in ascending positions; the block tables are cut to the longest context."""
+    counts = np.array([span.count for span in spans], dtype=np.int32)
+    starts = np.zeros(len(spans) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    width = max(span.request.num_blocks for span in spans)
+    tokens = np.concatenate([span.request.tokens[span.start : span.start + span.count] for span in spans])
+    positions = np.concatenate([np.arange(s.start, s.start + s.count, dtype=np.int32) for s in spans])
+    tables = np.stack([span.request.table[:width] for span in spans])
+    last_rows = [int(starts[i + 1]) - 1 for i, span in enumerate(spans) if span.sample]
+    return ForwardBatch(
+        token_ids=torch.from_numpy(tokens),
+        attention=AttentionBatch(
+            positions=torch.from_numpy(positions),
+            row_seq=torch.from_numpy(np.repeat(np.arange(len(spans), dtype=np.int32), counts)),
+            block_tables=torch.from_numpy(tables),
+            seq_starts=torch.from_numpy(starts),
+        ),
+        logits_rows=torch.tensor(last_rows, dtype=torch.int64),
+    )
+
+
+def _sample_row(request: Request) -> SampleRow:
+    return SampleRow(request.params, len(request.generated), request.prompt, request.generated)
+
+
+def _outcome(request: Request, result: Sampled) -> Outcome:
+    if result.error:
+        return Outcome(request.rid, None, result.error)
+    item = TokenItem(request.rid, result.token_id, len(request.generated), result.logprob, result.top)
+    return Outcome(request.rid, item, "")

@@ -1,0 +1,39 @@
+"""What the engine counts. One plain object, owned by decode; a copy of it goes out in every Snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class EngineCounters:
+    """Totals since start. Names ending in `_seconds` are sums of seconds."""
+
+    requests_finished_total: int = 0
+    requests_failed_total: int = 0
+    generation_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    replayed_tokens_total: int = 0
+    """Computed again after a preemption without swap; not in the two above."""
+    decode_steps_total: int = 0
+    decode_seconds: float = 0.0
+    prefill_chunks_total: int = 0
+    prefill_seconds: float = 0.0
+    requests_swapped_total: int = 0
+    requests_resumed_total: int = 0
+    requests_recomputed_total: int = 0
+    requests_kv_exhausted_total: int = 0
+    kv_cpu_offload_blocks_total: int = 0
+    kv_cpu_offload_bytes_total: int = 0
+    kv_cpu_offload_copies_total: int = 0
+    kv_cpu_offload_failed_total: int = 0
+    kv_cpu_offload_rejected_total: int = 0
+    kv_cpu_reload_blocks_total: int = 0
+    kv_cpu_reload_bytes_total: int = 0
+    kv_cpu_reload_copies_total: int = 0
+    cpu_offload_seconds: float = 0.0
+    cpu_reload_seconds: float = 0.0
+    max_swapped_requests: int = 0
+
+    def as_dict(self) -> dict[str, int | float]:
+        return asdict(self)
