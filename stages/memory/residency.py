@@ -95,7 +95,8 @@ class Residency:
                 stalled.append(entry)
         if stalled:
             self._relieve(stalled, bool(rows), moves)
-        return Step(rows, moves)
+        # A victim may have had its turn coming: what moves out must not be written to in this step.
+        return Step([rid for rid in rows if self.entries[rid].state is State.DECODE], moves)
 
     def chunk(self) -> list[Chunk]:
         """The next prefill chunk, several requests packed into at most `prefill_chunk_tokens`; they are busy until

@@ -1,0 +1,280 @@
+"""The residency policy against a simulated engine: seeded, long, with every event order that the stages can produce."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from deepinfer.stages.memory.entries import RUNNING, ResidencyConfig, State
+from deepinfer.stages.memory.ledger import BlockLedger, LedgerError
+from deepinfer.stages.memory.residency import Residency
+
+BLOCK = 4
+
+
+@dataclass
+class Simulation:
+    """Plays the stages: transfers finish after a random number of turns, chunks at the next one."""
+
+    num_blocks: int
+    seed: int = 0
+    config: ResidencyConfig = field(default_factory=ResidencyConfig)
+    host_blocks: int = 1_000_000
+    slow: int = 3
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.ledger = BlockLedger(self.num_blocks)
+        self.policy = Residency(self.ledger, BLOCK, self.config)
+        self.wanted: dict[int, int] = {}
+        self.produced: dict[int, int] = {}
+        self.finished: dict[int, str] = {}
+        self.transfers: list[tuple[int, str, int]] = []
+        self.payloads: dict[int, int] = {}
+        self.chunks: list = []
+        self.swaps = 0
+        self.residencies: dict[int, int] = {}
+        self.max_parks_seen = 0
+
+    def submit(self, rid: int, prompt: int, new: int, priority: int = 0) -> None:
+        self.wanted[rid] = new
+        self.produced[rid] = 0
+        self.policy.submit(rid, prompt, prompt + new - 1, priority)
+
+    def cancel(self, rid: int) -> None:
+        state = self.policy.end(rid)
+        if state is None:
+            return
+        self.finished[rid] = "cancelled"
+        if state is State.SWAPPED:
+            del self.payloads[rid]
+            self.policy.payload_dropped()
+
+    def turn(self) -> None:
+        self._finish_transfers()
+        self._finish_chunks()
+        self._moves(self.policy.moves())
+        step = self.policy.step()
+        self._moves(step.moves)
+        for rid in step.rows:
+            entry = self.policy.entries[rid]
+            assert self.ledger.held(rid) * BLOCK >= entry.cached + 1
+            self.policy.stepped(rid)
+            self._produce(rid)
+        self.chunks = self.policy.chunk()
+        self.ledger.audit()
+
+    def _moves(self, moves) -> None:
+        for rid in moves.swap_out:
+            self.transfers.append((self.random.randint(0, self.slow), "out", rid))
+        for rid in moves.swap_in:
+            self._note_return(rid)
+            self.transfers.append((self.random.randint(0, self.slow), "in", rid))
+        for rid in moves.admitted:
+            self._note_return(rid)
+        for rid in moves.exhausted:
+            self.policy.end(rid)
+            self.finished[rid] = "kv_exhausted"
+
+    def _note_return(self, rid: int) -> None:
+        before = self.residencies.get(rid)
+        if before is not None:
+            assert self.produced[rid] > before or self.policy.entries[rid].state is not State.DECODE
+        self.residencies[rid] = self.produced[rid]
+        self.max_parks_seen = max(self.max_parks_seen, self.policy.entries[rid].parks)
+
+    def _finish_transfers(self) -> None:
+        pending, self.transfers = self.transfers, []
+        for left, direction, rid in pending:
+            if left > 0:
+                self.transfers.append((left - 1, direction, rid))
+            elif direction == "out":
+                self._out_done(rid)
+            else:
+                del self.payloads[rid]
+                self.policy.swapped_in(rid)
+
+    def _out_done(self, rid: int) -> None:
+        blocks = self.ledger.held(rid)
+        if sum(self.payloads.values()) + blocks > self.host_blocks:
+            self.policy.swapped_out(rid, rejected=True)
+            return
+        self.swaps += 1
+        if self.policy.swapped_out(rid):
+            self.payloads[rid] = blocks
+        else:
+            self.policy.payload_dropped()
+
+    def _finish_chunks(self) -> None:
+        chunks, self.chunks = self.chunks, []
+        for chunk in chunks:
+            if self.policy.chunk_done(chunk.rid, chunk.count) and chunk.last:
+                self._produce(chunk.rid)
+
+    def _produce(self, rid: int) -> None:
+        self.produced[rid] += 1
+        if self.produced[rid] == self.wanted[rid]:
+            self.policy.end(rid)
+            self.finished[rid] = "length"
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            if not self.policy.entries and not self.transfers:
+                return
+            before = self.work_done()
+            for _ in range(self.slow + 3):
+                self.turn()
+                if not self.policy.entries:
+                    break
+            assert self.work_done() != before, f"nothing moved: {self.policy.entries}"
+        raise AssertionError(f"still running after {turns} rounds: {self.policy.entries}")
+
+    def work_done(self) -> tuple:
+        cached = sum(entry.cached for entry in self.policy.entries.values())
+        return (sum(self.produced.values()), len(self.finished), cached, self.swaps, len(self.transfers))
+
+
+def assert_all_returned(simulation: Simulation) -> None:
+    assert simulation.ledger.free == simulation.num_blocks
+    assert simulation.payloads == {}
+    assert simulation.policy.entries == {}
+
+
+def test_the_reference_smoke_swaps_and_resumes_once_a_round():
+    simulation = Simulation(num_blocks=3)
+    for round_number in range(5):
+        first, second = 2 * round_number, 2 * round_number + 1
+        simulation.submit(first, prompt=5, new=8)
+        while simulation.produced[first] == 0:
+            simulation.turn()
+        simulation.submit(second, prompt=5, new=8)
+        simulation.run(200)
+        assert simulation.swaps == round_number + 1
+    assert set(simulation.finished.values()) == {"length"} and len(simulation.finished) == 10
+    assert_all_returned(simulation)
+
+
+@pytest.mark.parametrize("policy", ["swap", "recompute", "small host"])
+def test_every_request_ends_with_all_its_tokens_in_pools_barely_larger_than_one(policy):
+    for seed in range(400):
+        rng = random.Random(seed)
+        blocks = rng.randint(4, 12)
+        longest = int(blocks * BLOCK / 1.2)
+        config = ResidencyConfig(
+            swap=policy != "recompute",
+            prefill_chunk_tokens=rng.choice([3, 8, 64]),
+            quantum=rng.choice([1, 4]),
+            max_parks=rng.choice([1, 3]),
+        )
+        simulation = Simulation(blocks, seed, config, host_blocks=blocks if policy == "small host" else 1_000_000)
+        for rid in range(rng.randint(2, 10)):
+            prompt = rng.randint(1, longest - 2)
+            simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]))
+            for _ in range(rng.randint(0, 4)):
+                simulation.turn()
+        simulation.run(3000)
+        assert set(simulation.finished.values()) == {"length"}, f"seed {seed}"
+        assert simulation.produced == simulation.wanted
+        assert simulation.max_parks_seen <= config.max_parks
+        assert_all_returned(simulation)
+
+
+def test_cancels_in_every_state_give_every_block_and_payload_back():
+    seen: set[State] = set()
+    for seed in range(300):
+        rng = random.Random(seed)
+        simulation = Simulation(8, seed, ResidencyConfig(prefill_chunk_tokens=5, quantum=1))
+        for rid in range(8):
+            simulation.submit(rid, rng.randint(1, 12), rng.randint(1, 14))
+        for _ in range(60):
+            simulation.turn()
+            victim = rng.choice(list(simulation.wanted))
+            if rng.random() < 0.2 and victim in simulation.policy.entries:
+                seen.add(simulation.policy.entries[victim].state)
+                simulation.cancel(victim)
+                simulation.cancel(victim)
+        simulation.run(2000)
+        assert_all_returned(simulation)
+    assert seen == set(State)
+
+
+def test_without_swap_and_recompute_one_request_ends_exhausted_and_the_others_finish():
+    simulation = Simulation(6, config=ResidencyConfig(swap=False, recompute=False))
+    for rid in range(2):
+        simulation.submit(rid, prompt=8, new=14)
+    simulation.run(500)
+    assert sorted(simulation.finished.values()) == ["kv_exhausted", "length"]
+    assert simulation.finished[0] == "length", "the senior one is the one that stays"
+    assert_all_returned(simulation)
+
+
+def test_nobody_is_admitted_past_a_parked_request():
+    simulation = Simulation(4, config=ResidencyConfig(quantum=1), slow=0)
+    simulation.submit(0, prompt=6, new=9)
+    simulation.turn(), simulation.turn(), simulation.turn()
+    simulation.submit(1, prompt=9, new=6)
+    while State.SWAPPED not in {entry.state for entry in simulation.policy.entries.values()}:
+        simulation.turn()
+    simulation.submit(2, prompt=1, new=2)
+    while simulation.policy.entries[0].state is State.SWAPPED:
+        assert simulation.policy.entries[2].state is State.WAITING
+        simulation.turn()
+
+
+def test_a_newcomer_waits_when_the_host_has_no_room_and_no_work_is_thrown_away():
+    simulation = Simulation(4, config=ResidencyConfig(quantum=1), host_blocks=0)
+    simulation.submit(0, prompt=6, new=9)
+    for _ in range(4):
+        simulation.turn()
+    simulation.submit(1, prompt=9, new=6)
+    simulation.run(500)
+    assert list(simulation.finished) == [0, 1]
+    assert simulation.max_parks_seen == 0
+
+
+def test_higher_priority_is_admitted_first_and_equals_keep_their_order():
+    simulation = Simulation(4, config=ResidencyConfig(swap=False))
+    for rid, priority in enumerate([0, 0, 0, 5]):
+        simulation.submit(rid, prompt=10, new=5, priority=priority)
+    simulation.run(500)
+    assert list(simulation.finished) == [3, 0, 1, 2]
+
+
+def test_a_request_that_could_never_fit_is_recognised():
+    policy = Residency(BlockLedger(3), BLOCK, ResidencyConfig())
+    assert policy.fits_alone(12)
+    assert not policy.fits_alone(13)
+
+
+def test_the_audit_sees_a_block_with_two_owners_and_one_with_none():
+    ledger = BlockLedger(4)
+    ledger.grow(1, 2)
+    ledger.audit()
+    ledger._held[2] = ledger.blocks(1)
+    with pytest.raises(LedgerError, match="owners"):
+        ledger.audit()
+    ledger._held.clear()
+    with pytest.raises(LedgerError, match="owners"):
+        ledger.audit()
+
+
+def test_release_is_idempotent_and_the_lowest_blocks_go_out_first():
+    ledger = BlockLedger(6)
+    assert ledger.grow(1, 2) == [0, 1]
+    assert ledger.grow(2, 2) == [2, 3]
+    assert ledger.release(1) == 2
+    assert ledger.release(1) == 0
+    assert ledger.grow(3, 3) == [0, 1, 4]
+    with pytest.raises(LedgerError, match="2 blocks of 1"):
+        ledger.grow(3, 2)
+
+
+def test_resident_requests_are_at_most_max_running():
+    simulation = Simulation(64, config=ResidencyConfig(max_running=2))
+    for rid in range(6):
+        simulation.submit(rid, prompt=3, new=4)
+    while simulation.policy.entries:
+        simulation.turn()
+        assert sum(e.state in RUNNING for e in simulation.policy.entries.values()) <= 2
