@@ -54,8 +54,8 @@ class ModelRunner:
         return outcomes
 
     def _broken_spans(self, spans: Sequence[Span]) -> dict[int, str]:
-        rows = self.executor.nonfinite_rows
-        if rows is None or not rows.any():
+        rows = self.executor.nonfinite_rows()
+        if not rows.any():
             return {}
         broken = {}
         first = 0
