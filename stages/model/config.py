@@ -1,0 +1,116 @@
+"""What a decoder-only model is, whatever file format it came in: sizes, RoPE, windows, biases, end tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding over the whole head_dim, halves rotated ("neox"). `stages.model.rope` holds the formulas."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    """Context before it was stretched (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Multiplies cos and sin (yarn)."""
+    frequency_divisors: tuple[float, ...] = ()
+    """head_dim / 2 numbers from a GGUF file (`rope_freqs.weight`); they replace the llama3 formula."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    """Rows of the embedding. Padding rows may be among them: the tokenizer knows how many ids are valid."""
+    max_context: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int, ...]
+    """Per layer: a row attends to its own token and the window - 1 before it; 0 = all."""
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def q_size(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def describe(self) -> dict[str, object]:
+        """Plain values for `status` and the start-up summary."""
+        windows = sorted({w for w in self.windows if w})
+        return {
+            "family": self.family,
+            "layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "q_heads": self.num_q_heads,
+            "kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "max_context": self.max_context,
+            "rope": self.rope.rope_type,
+            "sliding_windows": windows,
+            "tied_head": self.tie_word_embeddings,
+        }
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter under its Hugging Face name with its shape [out, in]; a tied `lm_head.weight` is left out."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(config.num_layers):
+        for name, shape in _layer_shapes(config).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    linears = {
+        "self_attn.q_proj": (q, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, (rows, columns, bias) in linears.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes

@@ -1,0 +1,136 @@
+"""ModelConfig from GGUF metadata and the tensor table (biases, head and q/k norms show by their tensors)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from deepinfer.stages.model.config import ModelConfig, RopeConfig
+from deepinfer.stages.model.config_hf import positive_number, yarn_mscale
+from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""A mistral model is stored under the name llama."""
+_GGUF_ROPE_TYPES = ("none", "linear", "yarn")
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    tensor_names: Collection[str],
+    frequency_divisors: tuple[float, ...],
+    where: str,
+) -> ModelConfig:
+    """`frequency_divisors` are the values of `rope_freqs.weight`, empty when there is no such tensor.
+
+    Raises UnsupportedModelError for another architecture, RoPE type, partial rotation or experts.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{where}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    keys = _Keys(metadata, architecture, where)
+    if keys.get("expert_count"):
+        raise UnsupportedModelError(
+            f"{where}: a mixture of {keys.get('expert_count')} experts is not supported"
+        )
+    hidden, q_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    kv_heads = keys.integer("attention.head_count_kv", q_heads)
+    head_dim = keys.integer("attention.key_length", hidden // q_heads)
+    if q_heads % kv_heads:
+        raise CheckpointError(
+            f"{where}: {q_heads} attention heads are no multiple of {kv_heads} key-value heads"
+        )
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(name, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{where}: {name} {keys.get(name)} differs from the head size {head_dim}"
+            )
+    num_layers = keys.integer("block_count")
+    window = keys.integer("attention.sliding_window", 0, least=0)
+    return ModelConfig(
+        family=architecture,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=keys.integer("feed_forward_length"),
+        vocab_size=_vocab_size(keys),
+        max_context=keys.integer("context_length"),
+        rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rope=_rope(keys, frequency_divisors),
+        windows=(window,) * num_layers,
+        tie_word_embeddings="output.weight" not in tensor_names,
+        eos_token_ids=eos_token_ids(metadata),
+        qkv_bias="blk.0.attn_q.bias" in tensor_names,
+        o_bias="blk.0.attn_output.bias" in tensor_names,
+        mlp_bias="blk.0.ffn_down.bias" in tensor_names,
+        qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
+    )
+
+
+class _Keys:
+    """Typed access to the metadata of one architecture; errors name file and key."""
+
+    def __init__(self, metadata: Mapping[str, Any], architecture: str, where: str):
+        self.metadata, self.prefix, self.where = metadata, architecture, where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.prefix}.{name}", default)
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(name, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, list):
+            raise UnsupportedModelError(f"{self.where}: {self.prefix}.{name} differs from layer to layer")
+        if not isinstance(value, int) or value < least:
+            raise CheckpointError(
+                f"{self.where}: {self.prefix}.{name} is {value!r}, expected an integer of at least {least}"
+            )
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return positive_number(self.get(name, default), f"{self.prefix}.{name}", self.where)
+
+
+def _vocab_size(keys: _Keys) -> int:
+    tokens = keys.metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else tokens
+    return keys.integer("vocab_size", count)
+
+
+def _rope(keys: _Keys, frequency_divisors: tuple[float, ...]) -> RopeConfig:
+    theta = keys.number("rope.freq_base", 10000.0)
+    rope_type = keys.get("rope.scaling.type", "linear" if keys.get("rope.scale_linear") else "none")
+    if rope_type not in _GGUF_ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"{keys.where}: rope.scaling.type {rope_type!r} is not supported; supported: {', '.join(_GGUF_ROPE_TYPES)}"
+        )
+    if frequency_divisors:
+        if rope_type == "yarn":
+            raise UnsupportedModelError(
+                f"{keys.where}: rope_freqs.weight together with yarn is not supported"
+            )
+        return RopeConfig("llama3", theta, frequency_divisors=frequency_divisors)
+    if rope_type == "none":
+        return RopeConfig(theta=theta)
+    factor = keys.number("rope.scaling.factor", keys.get("rope.scale_linear"))
+    if rope_type == "linear":
+        return RopeConfig("linear", theta, factor)
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=keys.number("rope.scaling.attn_factor", 1.0) * yarn_mscale(factor),
+    )
+
+
+def eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [metadata.get(f"tokenizer.ggml.{name}") for name in names]
+    return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))

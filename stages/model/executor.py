@@ -1,0 +1,82 @@
+"""Runs a model over a batch of rows. One executor per thread: the model is shared, the buffers are not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from deepinfer.kernels.attention import AttentionBatch, PagedAttention
+from deepinfer.kernels.elementwise import add_rms_norm, rms_norm, silu_mul
+from deepinfer.stages.model.model import Model
+
+
+class ForwardBatch(NamedTuple):
+    token_ids: torch.Tensor
+    """int32 [N], valid ids."""
+    attention: AttentionBatch
+    """Positions and block tables of the same N rows."""
+    logits_rows: torch.Tensor
+    """int64 [R], the rows whose logits are wanted; may be empty."""
+
+
+class _Buffers(NamedTuple):
+    normed: torch.Tensor
+    attended: torch.Tensor
+    activated: torch.Tensor
+
+
+class Executor:
+    """The residual stream is float32; everything else is in the model's compute dtype."""
+
+    def __init__(self, model: Model, attention: PagedAttention):
+        self._model, self._attention = model, attention
+        self._buffers: dict[int, _Buffers] = {}
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 logits [R, vocab], owned by the caller. K and V of all N rows are in the pool afterwards.
+
+        `batch.attention.nonfinite_rows` (bool [N]) then marks rows whose K or V was NaN or infinite: their requests
+        must end. The pool holds zeros in those places, so nobody else is touched. Non-finite logits are the
+        sampler's to report.
+        """
+        model, eps = self._model, self._model.config.rms_norm_eps
+        rows = batch.token_ids.shape[0]
+        normed, attended, activated = self._buffers_for(rows)
+        residual = torch.embedding(model.embedding, batch.token_ids).float()
+        rms_norm(residual, model.layers[0].input_norm, eps, normed)
+        last = len(model.layers) - 1
+        for index, layer in enumerate(model.layers):
+            self._attention.forward(index, layer.qkv(normed), batch.attention, attended)
+            add_rms_norm(residual, layer.o(attended), layer.post_attention_norm, eps, normed)
+            silu_mul(layer.gate_up(normed), activated)
+            delta = layer.down(activated)
+            if index < last:
+                add_rms_norm(residual, delta, model.layers[index + 1].input_norm, eps, normed)
+        return self._logits(residual, delta, batch.logits_rows)
+
+    def _logits(self, residual: torch.Tensor, delta: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        if wanted.shape[0] == 0:
+            return torch.empty(0, self._model.config.vocab_size)
+        if wanted.shape[0] < residual.shape[0]:
+            residual, delta = residual[wanted], delta[wanted]
+        normed = torch.empty(delta.shape, dtype=delta.dtype)
+        add_rms_norm(residual, delta, self._model.final_norm, self._model.config.rms_norm_eps, normed)
+        return self._model.head(normed).float()
+
+    def _buffers_for(self, rows: int) -> _Buffers:
+        """Decode repeats a few row counts: their buffers are kept. Larger ones (prefill) are made afresh."""
+        found = self._buffers.get(rows)
+        if found is not None:
+            return found
+        config, dtype = self._model.config, self._model.torch_dtype
+        made = _Buffers(
+            *(
+                torch.empty(rows, n, dtype=dtype)
+                for n in (config.hidden_size, config.q_size, config.intermediate_size)
+            )
+        )
+        if rows <= 64:
+            self._buffers[rows] = made
+        return made

@@ -1,0 +1,65 @@
+"""4-bit GGUF blocks as codes, scales and minima of groups of 32: w = scale * code + minimum, nothing quantised again.
+
+Layouts from the ggml format: a block of 32 is (d, [m], 16 bytes); byte j holds element j in its low and element
+j + 16 in its high nibble. A Q4_K block of 256 is (d, dmin, 12 bytes of 6-bit scales and minima, 128 bytes): 32 bytes
+hold one sub-block of 32 in their low and the next in their high nibbles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+GROUP = 32
+
+
+class Int4Groups(NamedTuple):
+    codes: np.ndarray
+    """uint8 [rows, columns], 0 to 15."""
+    scales: np.ndarray
+    """float32 [rows, columns / 32]."""
+    minima: np.ndarray
+    """float32 [rows, columns / 32]."""
+
+    def permuted(self, rows: np.ndarray) -> Int4Groups:
+        return Int4Groups(self.codes[rows], self.scales[rows], self.minima[rows])
+
+
+def q4_0(raw: np.ndarray) -> Int4Groups:
+    """raw uint8 [rows, bytes]: blocks of 18, w = d * (q - 8)."""
+    blocks = raw.reshape(raw.shape[0], -1, 18)
+    scales = _half(blocks, 0)
+    return Int4Groups(_nibbles(blocks[..., 2:]), scales, scales * np.float32(-8))
+
+
+def q4_1(raw: np.ndarray) -> Int4Groups:
+    """raw uint8 [rows, bytes]: blocks of 20, w = d * q + m."""
+    blocks = raw.reshape(raw.shape[0], -1, 20)
+    return Int4Groups(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2))
+
+
+def q4_k(raw: np.ndarray) -> Int4Groups:
+    """raw uint8 [rows, bytes]: blocks of 144, w = d * scale * q - dmin * minimum."""
+    rows = raw.shape[0]
+    blocks = raw.reshape(rows, -1, 144)
+    low, high, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([low & 0x3F, (both & 0x0F) | ((low >> 2) & 0x30)], axis=-1)
+    minima = np.concatenate([high & 0x3F, (both >> 4) | ((high >> 2) & 0x30)], axis=-1)
+    scale = _half(blocks, 0)[..., None] * scales.astype(np.float32)
+    minimum = _half(blocks, 2)[..., None] * minima.astype(np.float32)
+    quants = blocks[..., 16:].reshape(rows, -1, 4, GROUP)
+    codes = np.stack([quants & 0x0F, quants >> 4], axis=-2)
+    return Int4Groups(codes.reshape(rows, -1), scale.reshape(rows, -1), -minimum.reshape(rows, -1))
+
+
+READERS = {"Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k}
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
+
+
+def _nibbles(quants: np.ndarray) -> np.ndarray:
+    codes = np.concatenate([quants & 0x0F, quants >> 4], axis=-1)
+    return codes.reshape(codes.shape[0], -1)

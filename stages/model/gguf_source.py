@@ -1,0 +1,134 @@
+"""The tensors of a GGUF file under Hugging Face names, with the row order that a half-split RoPE expects."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+
+from deepinfer.stages.model import gguf_codes
+from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.gguf_header import GGUFHeader, GGUFTensor
+from deepinfer.stages.model.source import TensorHeader
+
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+ROPE_FREQUENCIES = "rope_freqs.weight"
+
+_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_PERMUTED = re.compile(r".*self_attn\.([qk])_proj\.(weight|bias)")
+
+
+def hf_name(name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor, None when this engine has no use for it."""
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return _TOP.get(name)
+    part = _LAYER.get(match[2])
+    return part and f"model.layers.{match[1]}.{part}.{match[3]}"
+
+
+def named_tensors(header: GGUFHeader, path: Path) -> dict[str, GGUFTensor]:
+    """Tensors by Hugging Face name. Raises for a type that is not supported and for a tensor that nobody knows."""
+    named: dict[str, GGUFTensor] = {}
+    for name, tensor in header.tensors.items():
+        if name == ROPE_FREQUENCIES:
+            continue
+        target = hf_name(name)
+        if target is None:
+            raise CheckpointError(f"{path}: stray tensor {name}: no parameter of this model has that name")
+        if tensor.type_name not in SUPPORTED_TYPES:
+            raise UnsupportedModelError(
+                f"{path}: tensor {name} has type {tensor.type_name}; supported: {', '.join(SUPPORTED_TYPES)}"
+            )
+        named[target] = tensor
+    return named
+
+
+def read_rope_frequencies(header: GGUFHeader, path: Path) -> tuple[float, ...]:
+    tensor = header.tensors.get(ROPE_FREQUENCIES)
+    if tensor is None:
+        return ()
+    if tensor.type_name != "F32":
+        raise UnsupportedModelError(
+            f"{path}: tensor {ROPE_FREQUENCIES} has type {tensor.type_name}; supported: F32"
+        )
+    values = np.fromfile(path, np.float32, tensor.nbytes // 4, offset=tensor.offset)
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise CheckpointError(f"{path}: tensor {ROPE_FREQUENCIES} holds values that are not positive numbers")
+    return tuple(float(value) for value in values)
+
+
+class GGUFSource:
+    """Reads from a memory map that lives until `close`."""
+
+    def __init__(self, path: Path, tensors: dict[str, GGUFTensor], config: ModelConfig):
+        self._tensors, self._config = tensors, config
+        self._bytes: np.ndarray | None = np.memmap(path, np.uint8, mode="r")
+        self.headers = {
+            name: TensorHeader(tensor.shape, tensor.type_name, tensor.nbytes)
+            for name, tensor in tensors.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        raw = self._raw(tensor)
+        if tensor.type_name == "BF16":
+            values = torch.from_numpy(raw.copy()).view(torch.bfloat16).reshape(tensor.shape)
+        elif tensor.type_name in ("F32", "F16"):
+            dtype = np.float32 if tensor.type_name == "F32" else np.float16
+            values = torch.from_numpy(raw.view(dtype).reshape(tensor.shape).copy())
+        else:
+            dense = gguf.dequantize(
+                raw.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.type_id)
+            )
+            values = torch.from_numpy(dense)
+        rows = self._row_order(name)
+        return values if rows is None else values[torch.from_numpy(rows)]
+
+    def read_int4(self, name: str) -> gguf_codes.Int4Groups | None:
+        tensor = self._tensors[name]
+        reader = gguf_codes.READERS.get(tensor.type_name)
+        if reader is None or len(tensor.shape) != 2:
+            return None
+        groups = reader(self._raw(tensor).reshape(tensor.shape[0], -1))
+        rows = self._row_order(name)
+        return groups if rows is None else groups.permuted(rows)
+
+    def close(self) -> None:
+        self._bytes = None
+
+    def _raw(self, tensor: GGUFTensor) -> np.ndarray:
+        if self._bytes is None:
+            raise ValueError("the GGUF file is closed")
+        return self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def _row_order(self, name: str) -> np.ndarray | None:
+        """llama files hold q and k for a RoPE of neighbouring pairs; ours rotates halves. None: as stored."""
+        match = _PERMUTED.fullmatch(name)
+        if match is None or self._config.family != "llama":
+            return None
+        heads = self._config.num_q_heads if match[1] == "q" else self._config.num_kv_heads
+        rows = np.arange(heads * self._config.head_dim)
+        return rows.reshape(heads, self._config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,98 @@
+"""Checkpoint -> Model: fused linear forms (q, k and v in one; gate and up in one), 4-bit codes kept as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear
+from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
+from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.errors import CheckpointError
+from deepinfer.stages.model.gguf_codes import GROUP
+from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
+from deepinfer.stages.model.precision import choose_dtype
+from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
+
+W4_PREFILL = ("bf16-copy", "int4")
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    batch_invariant: bool = False,
+    w4_prefill: str = "bf16-copy",
+    progress: Progress = no_progress,
+) -> Model:
+    """Reads every tensor once and closes the checkpoint.
+
+    `dtype`: auto, fp32 or bf16 (see `precision`). `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit weights for
+    many rows (two bytes a weight more), "int4" uses the packed form always. Raises CheckpointError for non-finite
+    values and for a stored head that contradicts tie_word_embeddings.
+    """
+    if w4_prefill not in W4_PREFILL:
+        raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
+    compute_dtype = choose_dtype(dtype, checkpoint.source.headers)
+    reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
+    build = _Builder(reader, checkpoint.config, batch_invariant, w4_prefill == "bf16-copy")
+    try:
+        with torch.inference_mode():
+            model = build.model(checkpoint, compute_dtype)
+            reader.finish()
+    finally:
+        checkpoint.source.close()
+    return model
+
+
+class _Builder:
+    def __init__(self, reader: WeightReader, config: ModelConfig, batch_invariant: bool, bf16_copy: bool):
+        self._reader, self._config = reader, config
+        self._batch_invariant, self._bf16_copy = batch_invariant, bf16_copy
+
+    def model(self, checkpoint: Checkpoint, compute_dtype: str) -> Model:
+        embedding = self._reader.matrix([EMBEDDING])
+        tied = self._config.tie_word_embeddings
+        layers = tuple(self._layer(f"model.layers.{i}") for i in range(self._config.num_layers))
+        final_norm = self._reader.norm("model.norm.weight")
+        if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, embedding):
+            raise CheckpointError(
+                f"{checkpoint.path}: tie_word_embeddings is true, yet {HEAD} differs from {EMBEDDING}; "
+                "one of the two is wrong"
+            )
+        head = DenseLinear(embedding if tied else self._reader.matrix([HEAD]), None, self._batch_invariant)
+        return Model(self._config, compute_dtype, embedding, layers, final_norm, head, head_is_embedding=tied)
+
+    def _layer(self, prefix: str) -> Layer:
+        config = self._config
+        q, k, v, o = (f"{prefix}.self_attn.{part}_proj" for part in "qkvo")
+        gate, up, down = (f"{prefix}.mlp.{part}_proj" for part in ("gate", "up", "down"))
+        qk_norm = None
+        if config.qk_norm:
+            q_norm, k_norm = (self._reader.norm(f"{prefix}.self_attn.{part}_norm.weight") for part in "qk")
+            qk_norm = (q_norm, k_norm)
+        return Layer(
+            input_norm=self._reader.norm(f"{prefix}.input_layernorm.weight"),
+            qkv=self._linear([q, k, v], config.qkv_bias),
+            o=self._linear([o], config.o_bias),
+            post_attention_norm=self._reader.norm(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=self._linear([gate, up], config.mlp_bias),
+            down=self._linear([down], config.mlp_bias),
+            qk_norm=qk_norm,
+        )
+
+    def _linear(self, names: Sequence[str], has_bias: bool) -> Linear:
+        bias = self._reader.matrix([f"{name}.bias" for name in names]) if has_bias else None
+        weights = [f"{name}.weight" for name in names]
+        groups = self._reader.int4(weights) if self._reader.dtype == torch.bfloat16 else None
+        if groups is None:
+            return DenseLinear(self._reader.matrix(weights), bias, self._batch_invariant)
+        return W4A16Linear(
+            torch.from_numpy(groups.codes),
+            torch.from_numpy(groups.scales),
+            torch.from_numpy(groups.minima),
+            bias,
+            GROUP,
+            self._batch_invariant,
+            self._bf16_copy,
+        )

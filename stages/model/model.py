@@ -1,0 +1,83 @@
+"""A loaded model: layers of linear forms and norms. Immutable, shared by every thread that runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from deepinfer.kernels.attention import AttentionSpec
+from deepinfer.kernels.linear import Linear
+from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.rope import rope_tables
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: torch.Tensor
+    """float32 [hidden], like every norm."""
+    qkv: Linear
+    o: Linear
+    post_attention_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    qk_norm: tuple[torch.Tensor, torch.Tensor] | None
+    """float32 [head_dim] for q and for k."""
+
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class Model:
+    config: ModelConfig
+    compute_dtype: str
+    """"fp32" or "bf16"."""
+    embedding: torch.Tensor
+    """[vocab, hidden], compute dtype."""
+    layers: tuple[Layer, ...]
+    final_norm: torch.Tensor
+    head: Linear
+    head_is_embedding: bool
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.compute_dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of linear forms and embedding; a tied head counts once."""
+        total = self.embedding.nbytes + (0 if self.head_is_embedding else self.head.weight_bytes)
+        return total + sum(linear.weight_bytes for layer in self.layers for linear in layer.linears)
+
+    def describe(self) -> dict[str, object]:
+        kinds = Counter(linear.kind for layer in self.layers for linear in layer.linears)
+        return {
+            **self.config.describe(),
+            "compute_dtype": self.compute_dtype,
+            "weight_bytes": self.weight_bytes,
+            "linears": dict(kinds.most_common()),
+            "head": self.head.kind,
+        }
+
+    def attention_spec(self) -> AttentionSpec:
+        config = self.config
+        qk_norm = [layer.qk_norm for layer in self.layers if layer.qk_norm is not None]
+        return AttentionSpec(
+            num_layers=config.num_layers,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            windows=config.windows,
+            rms_norm_eps=config.rms_norm_eps,
+            qk_norm=tuple(qk_norm) or None,
+        )
+
+    def rope_tables(self, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [max_positions, head_dim / 2]."""
+        return rope_tables(self.config.rope, self.config.head_dim, max_positions)

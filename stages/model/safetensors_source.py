@@ -1,0 +1,101 @@
+"""The tensors of a Hugging Face folder: model.safetensors, or shards whose index is authoritative in both directions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from deepinfer.stages.model.config_hf import read_json
+from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.gguf_codes import Int4Groups
+from deepinfer.stages.model.source import TensorHeader
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SUPPORTED_DTYPES = ("F32", "F16", "BF16")
+_DERIVED = re.compile(r".*rotary_emb\.inv_freq")
+"""Buffers that old checkpoints carry and that the configuration determines anyway."""
+
+
+class SafetensorsSource:
+    """Opens every shard at once (memory maps); raises before weights are read when index and shards disagree."""
+
+    def __init__(self, folder: Path):
+        shards, index = _shards(folder)
+        self._files = {shard: _open(folder / shard) for shard in shards}
+        self._shard_of: dict[str, str] = {}
+        self.headers: dict[str, TensorHeader] = {}
+        for shard, file in self._files.items():
+            for name in file.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+                self._add(folder / shard, shard, name, index)
+        for name, shard in (index or {}).items():
+            if name not in self._shard_of and not _DERIVED.fullmatch(name):
+                raise CheckpointError(
+                    f"{folder / INDEX} places tensor {name} in {shard}, which does not hold it"
+                )
+
+    def _add(self, path: Path, shard: str, name: str, index: dict[str, str] | None) -> None:
+        if _DERIVED.fullmatch(name):
+            return
+        if name in self._shard_of:
+            raise CheckpointError(f"tensor {name} is both in {self._shard_of[name]} and in {path}")
+        if index is not None and index.get(name) != shard:
+            raise CheckpointError(
+                f"{path}: stray tensor {name}: {INDEX} places it in {index.get(name, 'no shard')}"
+            )
+        part = self._files[shard].get_slice(name)
+        shape, dtype = tuple(part.get_shape()), part.get_dtype()
+        if dtype not in SUPPORTED_DTYPES:
+            raise UnsupportedModelError(
+                f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(SUPPORTED_DTYPES)}"
+            )
+        self._shard_of[name] = shard
+        itemsize = 4 if dtype == "F32" else 2
+        self.headers[name] = TensorHeader(shape, dtype, torch.Size(shape).numel() * itemsize)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._files[self._shard_of[name]].get_tensor(name)
+
+    def read_int4(self, name: str) -> Int4Groups | None:
+        return None
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+def _open(path: Path):
+    if not path.exists():
+        raise CheckpointError(f"shard {path.name}, named by {path.parent / INDEX}, does not exist")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """File names, and tensor name -> shard from the index (None for a single file)."""
+    present = {path.name for path in folder.glob("model*.safetensors")}
+    if (folder / INDEX).exists():
+        index = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(shard, str) for shard in index.values()):
+            raise CheckpointError(f"{folder / INDEX}: weight_map must map tensor names to file names")
+        shards = sorted(set(index.values()))
+        outside = [shard for shard in shards if Path(shard).name != shard]
+        if outside:
+            raise CheckpointError(f"{folder / INDEX}: shard {outside[0]!r} is no file name inside the folder")
+        stray = sorted(present - set(shards))
+        if stray:
+            raise CheckpointError(f"{folder}: stray shard {stray[0]}: {INDEX} does not name it")
+        return shards, index
+    if present == {SINGLE}:
+        return [SINGLE], None
+    if present:
+        raise CheckpointError(f"{folder}: {', '.join(sorted(present))} without {INDEX}")
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickled:
+        raise UnsupportedModelError(
+            f"{folder} holds pickled weights only ({pickled[0]}), which are never loaded; supported: safetensors, GGUF"
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")

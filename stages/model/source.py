@@ -1,0 +1,31 @@
+"""What loading asks of a file format: tensors under their Hugging Face names, one at a time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from deepinfer.stages.model.gguf_codes import Int4Groups
+
+
+class TensorHeader(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    """As the file calls it: F32, BF16, Q4_1, ..."""
+    nbytes: int
+
+
+class WeightSource(Protocol):
+    headers: dict[str, TensorHeader]
+    """Every tensor of the checkpoint by its Hugging Face name; known before any weight is read."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as floats: as stored, or dequantised to float32. May share memory with the file."""
+        ...
+
+    def read_int4(self, name: str) -> Int4Groups | None:
+        """The codes as they are stored, or None for a tensor that is not in 4-bit groups."""
+        ...
+
+    def close(self) -> None: ...

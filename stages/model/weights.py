@@ -1,0 +1,81 @@
+"""Reads the tensors of a checkpoint one at a time: each exactly once, finite, in the compute dtype, with progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from deepinfer.stages.model.checkpoint import Checkpoint
+from deepinfer.stages.model.errors import CheckpointError
+from deepinfer.stages.model.gguf_codes import Int4Groups
+
+Progress = Callable[[str, int, int], None]
+"""(what, bytes done, bytes in all)."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    return None
+
+
+class WeightReader:
+    """At most one tensor of the file is held beside what has been handed out."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress):
+        self.dtype = dtype
+        self._path, self._source, self._progress = checkpoint.path, checkpoint.source, progress
+        self._left = set(checkpoint.source.headers)
+        self._done = 0
+        self._total = sum(header.nbytes for header in checkpoint.source.headers.values())
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def norm(self, name: str) -> torch.Tensor:
+        """float32 [size], memory of its own."""
+        return self._dense(name).to(torch.float32, copy=True)
+
+    def matrix(self, names: Sequence[str]) -> torch.Tensor:
+        """The rows of `names` below one another, compute dtype [rows, columns], memory of its own."""
+        if len(names) == 1:
+            return self._dense(names[0]).to(self.dtype, copy=True)
+        shapes = [self._source.headers[name].shape for name in names]
+        out = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=self.dtype)
+        at = 0
+        for name, shape in zip(names, shapes, strict=True):
+            out[at : at + shape[0]] = self._dense(name)
+            at += shape[0]
+        return out
+
+    def int4(self, names: Sequence[str]) -> Int4Groups | None:
+        """The same for codes, scales and minima; None, with nothing read, unless all of them have 4-bit groups."""
+        parts = [self._source.read_int4(name) for name in names]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(names):
+            return None
+        for name, part in zip(names, found, strict=True):
+            finite = bool(np.isfinite(part.scales).all() and np.isfinite(part.minima).all())
+            self._taken(name, finite)
+        return Int4Groups(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+    def same_as(self, name: str, other: torch.Tensor) -> bool:
+        """Whether the tensor equals one that was read before (a tied head that is stored as well)."""
+        return torch.equal(self._dense(name).to(self.dtype), other)
+
+    def finish(self) -> None:
+        """Raises CheckpointError when the checkpoint holds a tensor that no parameter took."""
+        if self._left:
+            raise CheckpointError(f"{self._path}: tensor {min(self._left)} was assigned to no parameter")
+
+    def _dense(self, name: str) -> torch.Tensor:
+        tensor = self._source.read(name)
+        self._taken(name, bool(torch.isfinite(tensor).all()))
+        return tensor
+
+    def _taken(self, name: str, finite: bool) -> None:
+        if not finite:
+            raise CheckpointError(f"{self._path}: tensor {name} holds NaN or infinite values")
+        self._left.remove(name)
+        self._done += self._source.headers[name].nbytes
+        self._progress("weights", self._done, self._total)
