@@ -1,0 +1,202 @@
+"""Everything the daemon sends to a client, as msgpack maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from deepinfer.stages.messages import Timings
+from deepinfer.stages.protocol_errors import ProtocolError, RequestId
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithms. `top` holds the likeliest tokens, best first, as (id, logprob)."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
+    v: int
+    id: RequestId | None = None
+
+
+class StreamEvent(Event, frozen=True, kw_only=True):
+    seq: int
+
+
+class Accepted(StreamEvent, frozen=True, kw_only=True, tag="accepted"):
+    prompt_tokens: int
+    model: str
+    seed: int
+    max_new_tokens: int
+
+
+class Token(StreamEvent, frozen=True, kw_only=True, tag="token"):
+    """`ids` may be empty (text that had been held back) and `text` too (a character that is not complete)."""
+
+    text: str
+    ids: Sequence[int]
+    index: int
+    logprobs: Sequence[TokenLogprob] | None = None
+
+
+class Preempted(StreamEvent, frozen=True, kw_only=True, tag="preempted"):
+    pass
+
+
+class Resumed(StreamEvent, frozen=True, kw_only=True, tag="resumed"):
+    pass
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Done(StreamEvent, frozen=True, kw_only=True, tag="done"):
+    """The fields from `text` on are there only when the request said `stream: false`."""
+
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    events: int
+    stop: str | None = None
+    text: str | None = None
+    ids: Sequence[int] | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+    model: str | None = None
+    seed: int | None = None
+
+
+class Error(Event, frozen=True, kw_only=True, tag="error"):
+    """`seq` and `events` are there only when it ends a stream that had been accepted."""
+
+    code: str
+    message: str
+    retry: bool
+    field: str | None = None
+    value: str | None = None
+    allowed: str | None = None
+    details: Mapping[str, Any] | None = None
+    seq: int | None = None
+    events: int | None = None
+
+
+class Reply(Event, frozen=True, kw_only=True, tag="reply"):
+    op: str
+    data: Mapping[str, Any]
+
+
+def encode_error(error: ProtocolError, *, seq: int | None = None) -> bytes:
+    """With `seq` the error ends that stream, and its event count is seq + 1."""
+    return _encoder.encode(
+        Error(
+            v=1,
+            id=error.id,
+            code=error.code,
+            message=error.message,
+            retry=error.retry,
+            field=error.field,
+            value=error.value,
+            allowed=error.allowed,
+            details=error.details,
+            seq=seq,
+            events=None if seq is None else seq + 1,
+        )
+    )
+
+
+def encode_reply(op: str, id: RequestId | None, data: Mapping[str, Any]) -> bytes:
+    return _encoder.encode(Reply(v=1, id=id, op=op, data=data))
+
+
+class StreamEncoder:
+    """Numbers the events of one stream. Encode an event when it is sent: coalesced deltas take one number.
+
+    `done` and `error` end the stream; a further event is a RuntimeError, so no second terminal one leaves.
+    """
+
+    def __init__(self, id: RequestId) -> None:
+        self.id = id
+        self.seq = 0
+        self.ended = False
+
+    def accepted(self, *, prompt_tokens: int, model: str, seed: int, max_new_tokens: int) -> bytes:
+        return self._encode(
+            Accepted(
+                prompt_tokens=prompt_tokens,
+                model=model,
+                seed=seed,
+                max_new_tokens=max_new_tokens,
+                **self._next(),
+            )
+        )
+
+    def token(
+        self, text: str, ids: Sequence[int], index: int, logprobs: Sequence[TokenLogprob] | None = None
+    ) -> bytes:
+        """`index` is that of the first of `ids` among the generated tokens; without ids, of the next one."""
+        return self._encode(Token(text=text, ids=ids, index=index, logprobs=logprobs, **self._next()))
+
+    def preempted(self) -> bytes:
+        return self._encode(Preempted(**self._next()))
+
+    def resumed(self) -> bytes:
+        return self._encode(Resumed(**self._next()))
+
+    def done(
+        self,
+        finish_reason: str,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        completion_tokens: int,
+        timings: Timings,
+        stop: str | None = None,
+        **whole: Any,
+    ) -> bytes:
+        """`whole`: text, ids, logprobs, model and seed, for a request with `stream: false`."""
+        usage = Usage(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+        )
+        head = self._next()
+        self.ended = True
+        return _encoder.encode(
+            Done(
+                finish_reason=finish_reason,
+                usage=usage,
+                timings=timings,
+                stop=stop,
+                events=self.seq,
+                **head,
+                **whole,
+            )
+        )
+
+    def error(self, error: ProtocolError) -> bytes:
+        """Takes the stream's id, whatever the error's own is."""
+        error.id = self.id
+        seq = self._next()["seq"]
+        self.ended = True
+        return encode_error(error, seq=seq)
+
+    def _next(self) -> dict[str, Any]:
+        if self.ended:
+            raise RuntimeError(f"stream {self.id!r} has already sent its terminal event")
+        seq = self.seq
+        self.seq += 1
+        return {"v": 1, "id": self.id, "seq": seq}
+
+    def _encode(self, event: StreamEvent) -> bytes:
+        return _encoder.encode(event)
