@@ -60,7 +60,7 @@ _NIL = b"\xc0"
 
 
 def is_req(frames: Sequence[bytes]) -> bool:
-    """True when the frames (identity taken off) came from a REQ socket; answers then begin with an empty one."""
+    """True when the frames (without identity) are those of a REQ socket: answers begin with an empty one."""
     return len(frames) > 1 and len(frames[0]) == 0
 
 

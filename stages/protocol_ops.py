@@ -29,7 +29,7 @@ _map = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
 class Op(NamedTuple):
-    """`one_of` lists fields of which exactly one must be there; `ids` is the one that a second frame fills."""
+    """`one_of` lists fields of which exactly one must be there; `ids` is what a second frame fills."""
 
     build: type
     parsers: Mapping[str, Parser]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text on, but no part of a stop string: what may be the beginning of one is held back.
+    """Passes text on, but no part of a stop string: what may begin one is held back.
 
     The first match is the one that is complete first; of several that are complete at once, the one that began
     first. That does not depend on how the text was cut.
@@ -21,7 +21,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that may be sent, the stop string that has matched). After a match nothing is passed on."""
+        """(text that may be sent, the stop that has matched). After a match nothing is passed on."""
         if self.matched is not None:
             return "", self.matched
         text = self._held + text
