@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+
 from deepinfer.stages.messages import SamplingParams
 from deepinfer.stages.model.sampling_draw import draw, largest, uniform
 from deepinfer.stages.model.sampling_logits import edit_logits, needs_edit
@@ -85,7 +86,7 @@ class Sampler:
         return _with_logprobs(raw, peak, token_id, row.params.logprobs)
 
     def _choose(self, logits: np.ndarray, row: SampleRow) -> int:
-        """Raises ValueError when the request's own bias, penalties and bans leave it nothing to choose from."""
+        """Raises ValueError when the request's own bias, penalties and bans leave nothing to choose."""
         params = row.params
         if needs_edit(params, row.index):
             logits = edit_logits(logits, params, row.index, row.prompt, row.generated, self.eos_token_ids)

@@ -11,6 +11,7 @@ more, and top-p the shortest start of the order (-weight, id) whose mass reaches
 from __future__ import annotations
 
 import numpy as np
+
 from deepinfer.stages.messages import SamplingParams
 
 BLOCK = 128
@@ -78,8 +79,6 @@ def nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
     for floor in NUCLEUS_FLOORS:
         candidates = np.flatnonzero(weights >= floor * total)
         values = weights[candidates]
-        if values.sum() < mass:
-            continue
         count = _count_until(values, mass)
         if count <= len(values):
             return _cut(candidates, values, _kth_largest(values, count), count)

@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from deepinfer.stages.messages import SamplingParams
 from deepinfer.stages.model.sampler import Sampled, Sampler, SampleRow
 from deepinfer.stages.model.sampling_draw import uniform
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 NO_PROMPT = np.empty(0, dtype=np.int32)
 
@@ -201,10 +202,10 @@ def test_a_bias_on_an_unknown_token_is_an_error_of_that_row_alone():
 
 
 def test_eos_and_stop_ids_wait_for_min_new_tokens():
-    logits = [9.0, 8.0, 1.0, 0.0]
+    logits = [9.0, 8.0, 0.0, 1.0]
     params = {"min_new_tokens": 3, "stop_token_ids": (1, 99, -1)}
     chosen = [sample_one(logits, row(index=i, **params), eos=(0, 400)).token_id for i in range(5)]
-    assert chosen == [2, 2, 2, 0, 0]
+    assert chosen == [3, 3, 3, 0, 0]
 
 
 def test_a_row_whose_every_token_is_banned_gets_an_error():
@@ -234,6 +235,12 @@ def test_logprobs_are_the_log_softmax_of_the_unedited_valid_logits():
     assert result.logprob == pytest.approx(expected[5].item(), abs=1e-9)
     assert [token for token, _ in result.top] == ids.tolist()
     assert [logprob for _, logprob in result.top] == pytest.approx(values.tolist(), abs=1e-9)
+
+
+def test_logprobs_of_huge_logits_do_not_overflow():
+    assert sample_one([4096.0, 4096.0, -4096.0], row(logprobs=1)) == Sampled(
+        0, pytest.approx(-math.log(2)), ((0, pytest.approx(-math.log(2))),)
+    )
 
 
 def test_zero_logprobs_means_that_of_the_chosen_token_only():

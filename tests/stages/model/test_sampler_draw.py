@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from deepinfer.stages.messages import SamplingParams
 from deepinfer.stages.model.sampling_draw import BLOCK, draw, invert_cdf, largest, nucleus, uniform
 
@@ -117,11 +118,19 @@ def test_inverting_the_cdf_finds_the_entry_that_holds_the_target(n):
         assert cumulative[position] - weights[position] <= u * cumulative[-1] * (1 + 1e-12)
 
 
-def test_inverting_the_cdf_never_leaves_the_table_when_the_sums_round():
-    tiny = np.full(10 * BLOCK, 1e-17)
-    tiny[0] = 1.0
-    thirds = np.full(10 * BLOCK, 1 / 3)
-    thirds[-BLOCK:] = 0.0
-    for weights in (tiny, tiny[::-1].copy(), thirds):
-        for u in (0.0, 0.5, 1 - 2**-20, 1 - 2**-53):
-            assert weights[invert_cdf(weights, u)] > 0.0
+@pytest.mark.parametrize("lead", [0, 3, BLOCK, 2 * BLOCK + 5])
+def test_a_target_on_a_step_of_the_cdf_belongs_to_the_next_entry_with_weight(lead):
+    weights = np.zeros(5 * BLOCK)
+    weights[[lead, lead + 2, lead + 2 * BLOCK, lead + 2 * BLOCK + 1]] = 1.0
+    found = [invert_cdf(weights, u) - lead for u in (0.0, 0.2, 0.25, 0.5, 0.75, 1 - 2**-53)]
+    assert found == [0, 0, 2, 2 * BLOCK, 2 * BLOCK + 1, 2 * BLOCK + 1]
+
+
+def test_inverting_the_cdf_stays_inside_when_the_running_sum_falls_short_of_the_total():
+    rng, short = np.random.default_rng(0), 0
+    for _ in range(200):
+        weights = rng.random(BLOCK)
+        weights[100:] = 0.0
+        short += weights.cumsum()[-1] < np.add.reduceat(weights, [0])[0]
+        assert weights[invert_cdf(weights, 1 - 2**-53)] > 0.0
+    assert short > 10

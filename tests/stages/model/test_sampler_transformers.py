@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from transformers.generation import logits_process as hf
+
 from deepinfer.stages.messages import SamplingParams
 from deepinfer.stages.model.sampler import Sampler, SampleRow
 from deepinfer.stages.model.sampling_draw import uniform
 from deepinfer.stages.model.sampling_logits import edit_logits
-from transformers.generation import logits_process as hf
 
 VOCAB = 3000
 DRAWS = 300
