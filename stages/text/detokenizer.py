@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 REPLACEMENT = "�"
-MAX_UNSURE = 16
-"""A run of this many U+FFFD can no longer become characters, except its last: UTF-8 has at most 4 bytes."""
+"""At the end of a text it may stand for a character that is not complete yet; elsewhere it is final."""
 TRIM_ABOVE = 32
 CONTEXT_IDS = 8
 """Kept in front of what comes next; at least 4, because 4 ids can share one character."""
@@ -25,8 +24,9 @@ class IncrementalDetokenizer:
 
     Text is held back while later ids may still change it: an incomplete UTF-8 sequence, and a run of byte
     fallback tokens, which is decoded as a whole or, if any byte of it is wrong, becomes one U+FFFD per byte.
-    `byte_ids` are those tokens; without them a byte fallback vocabulary can yield text that differs from the
-    full decode after a wrong byte. Only a short window of ids is decoded again for each push.
+    `byte_ids` are those tokens (`byte_fallback_ids`); a vocabulary that has them must be given with them,
+    because nothing in the text of such a token tells that its neighbours decide what becomes of it. Only a
+    short window of ids is decoded again for each push.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], byte_ids: Collection[int] = ()) -> None:
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
             return ""
         self._decoded = self._closed
         text = self._decode(self._window[: self._closed])
-        sure = len(text) - _unsure(text)
+        sure = len(text) - text.endswith(REPLACEMENT)
         delta = text[self._emitted : sure]
         self._emitted = max(self._emitted, sure)
         if self._closed > TRIM_ABOVE:
@@ -95,9 +95,3 @@ class IncrementalDetokenizer:
     def _replace_closed(self, ids: list[int]) -> None:
         self._window[: self._closed] = ids
         self._closed = self._decoded = len(ids)
-
-
-def _unsure(text: str) -> int:
-    """How many characters at the end may still change."""
-    run = len(text) - len(text.rstrip(REPLACEMENT))
-    return run if run <= MAX_UNSURE else 1

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopMatcher:
     """Passes text on, but no part of a stop string: what may begin one is held back.
 
-    The first match is the one that is complete first; of several that are complete at once, the one that began
-    first. That does not depend on how the text was cut.
+    The first match is the one that is complete first; of several that are complete at once, the one that
+    began first. That does not depend on how the text was cut.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
