@@ -1,0 +1,141 @@
+"""Logits of every family and RoPE type against transformers, in prefill, in chunks and over decode steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from executor_runner import Runner
+from reference import load_reference, teacher_forced_logits
+from tiny_checkpoints import random_ids, save, tiny_model
+
+from deepinfer.stages.model import load_model, open_checkpoint
+
+PROMPT, STEPS = 45, 64
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+
+CASES = {
+    "llama": ("llama", {}),
+    "llama, one key-value head per head": ("llama", {"num_key_value_heads": 4}),
+    "llama with biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with a tied head": ("llama", {"tie_word_embeddings": True}),
+    "llama, linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
+    "qwen2, yarn rope with its own factor": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                **YARN,
+                "attention_factor": 1.3,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "truncate": False,
+            }
+        },
+    ),
+    "qwen3, yarn rope with mscale": (
+        "qwen3",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}},
+    ),
+    "mistral with a window": ("mistral", {"sliding_window": 20}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with a tied head": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 with windows on upper layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
+    ),
+    "qwen2 with named layer types": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with biases and a tied head": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+}
+
+
+def _decode_logits(runner: Runner, ids: list[int], chunk: int) -> torch.Tensor:
+    rows = [
+        runner.feed({0: ids[at : min(at + chunk, PROMPT)]}, all_rows=True) for at in range(0, PROMPT, chunk)
+    ]
+    rows += [runner.feed({0: [token]}) for token in ids[PROMPT:]]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_agrees_with_transformers_in_prefill_and_over_64_decode_steps(
+    case: str, backend: str, tmp_path: Path
+) -> None:
+    family, overrides = CASES[case]
+    folder = save(tiny_model(family, **overrides), tmp_path)
+    ids = random_ids(PROMPT + STEPS)
+    expected = teacher_forced_logits(load_reference(folder), ids)
+    model = load_model(open_checkpoint(folder))
+    assert model.compute_dtype == "fp32"
+    got = _decode_logits(Runner(model, backend), ids, chunk=19)
+    assert expected.abs().max() > 0.5
+    assert (got - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("case", ["mistral with a window", "llama, llama3 rope", "qwen3", "qwen2"])
+def test_a_sharded_checkpoint_gives_the_logits_of_a_single_file(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    model = tiny_model(family, **overrides)
+    whole = save(model, tmp_path / "whole")
+    sharded = save(model, tmp_path / "sharded", shard="60KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    ids = random_ids(30)
+    first, second = (
+        Runner(load_model(open_checkpoint(folder))).feed({0: ids}) for folder in (whole, sharded)
+    )
+    assert torch.equal(first, second)
+
+
+def test_sequences_of_one_batch_do_not_see_one_another(tmp_path: Path) -> None:
+    model = load_model(open_checkpoint(save(tiny_model("qwen3"), tmp_path)))
+    prompts = [random_ids(n, seed=n) for n in (3, 16, 33)]
+    together = Runner(model, sequences=3)
+    logits = [together.feed(dict(enumerate(prompts)))]
+    logits.append(together.feed({i: prompt[:1] for i, prompt in enumerate(prompts)}))
+    for i, prompt in enumerate(prompts):
+        alone = Runner(model)
+        for step, tokens in enumerate((prompt, prompt[:1])):
+            assert (alone.feed({0: tokens})[0] - logits[step][i]).abs().max() < 1e-5
+
+
+def test_a_bf16_checkpoint_in_bf16_stays_near_its_fp32_logits(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama"), tmp_path, torch.bfloat16)
+    ids = random_ids(60)
+    exact = Runner(load_model(open_checkpoint(folder), dtype="fp32")).feed({0: ids}, all_rows=True)
+    model = load_model(open_checkpoint(folder), dtype="bf16")
+    assert model.compute_dtype == "bf16"
+    rounded = Runner(model).feed({0: ids}, all_rows=True)
+    assert 0 < (rounded - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_logits_of_no_rows_are_an_empty_table(tmp_path: Path) -> None:
+    runner = Runner(load_model(open_checkpoint(save(tiny_model("llama"), tmp_path))))
+    from deepinfer.kernels.attention import AttentionBatch
+    from deepinfer.stages.model import ForwardBatch
+
+    batch = AttentionBatch([0, 1], [0, 0], runner.tables[:1], [0, 2])
+    none = torch.empty(0, dtype=torch.int64)
+    assert runner.executor.forward(
+        ForwardBatch(torch.tensor([3, 4], dtype=torch.int32), batch, none)
+    ).shape == (0, 160)
