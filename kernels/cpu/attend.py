@@ -1,0 +1,134 @@
+"""The read half of paged attention: one tile of query rows against the stored context of their sequence.
+
+Online softmax (Milakov and Gimelshein 2018) in fp32 over tiles of sixteen tokens, aligned in the context. Each query
+row goes through the tiles that its own context touches, one after the other, whatever rows share the decoded tile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import literally
+
+from deepinfer.kernels.codecs import INT8
+from deepinfer.kernels.cpu import plan
+from deepinfer.kernels.cpu.codecs import load16, store16
+from deepinfer.kernels.cpu.jit import compiled
+from deepinfer.kernels.cpu.memory import load_half, store_float
+from deepinfer.kernels.cpu.tiles import TILE, tile_accumulate, tile_scores
+from deepinfer.kernels.cpu.vec16 import (
+    LANES,
+    add,
+    exp_nonpositive,
+    fma,
+    keep_lanes,
+    lane_max,
+    lane_sum,
+    load_f32,
+    mul,
+    splat,
+    store_f32,
+    sub,
+)
+
+_INT8 = INT8.number
+_ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+
+
+@compiled(cache=False)
+def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, head_dim, tile, tile_scales):  # type: ignore[no-untyped-def]
+    """Decode tokens first .. first + count of one KV head to fp32 [16, head_dim], and their scales to [16].
+
+    Slots past `count` are not read: what lies there may be anything. Their rows become zeros.
+    """
+    literally(codec)
+    shift = layer[plan.BLOCK_SHIFT]
+    for token in range(TILE):
+        target = tile + 4 * head_dim * token
+        if token >= count:
+            for lane in range(0, head_dim, LANES):
+                store_f32(target + 4 * lane, splat(_ZERO))
+            continue
+        place = first + token
+        block = np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES]
+        slot = (head << shift) + (place & ((1 << shift) - 1))
+        source = codes + block + slot * head_dim * itemsize
+        for lane in range(0, head_dim, LANES):
+            store_f32(target + 4 * lane, load16(codec, source + itemsize * lane))
+        if codec == _INT8:
+            store_float(tile_scales + 4 * token, load_half(scales + block + 2 * slot))
+
+
+@compiled(cache=False)
+def attend_row(k_codec, v_codec, head_dim, query, tile, tile_scales, low, high, state):  # type: ignore[no-untyped-def]
+    """Fold the lanes low .. high of a decoded tile into one query head's softmax state.
+
+    `tile`: K then V, fp32 [2, 16, head_dim]; `tile_scales`: fp32 [2, 16]; `state`: accumulator [head_dim], lane sums
+    [16], running maximum [16, all equal].
+    """
+    literally(k_codec)
+    literally(v_codec)
+    literally(head_dim)
+    sums, maximum = state + 4 * head_dim, state + 4 * (head_dim + LANES)
+    scores = tile_scores(query, tile, head_dim)
+    if k_codec == _INT8:
+        scores = mul(scores, load_f32(tile_scales))
+    scores = keep_lanes(scores, low, high, _LOWEST)
+    before = load_f32(maximum)
+    top = splat(max(lane_max(scores), lane_max(before)))
+    decay = exp_nonpositive(sub(before, top))
+    probs = exp_nonpositive(sub(scores, top))
+    store_f32(maximum, top)
+    store_f32(sums, fma(load_f32(sums), decay, probs))
+    if v_codec == _INT8:
+        probs = mul(probs, load_f32(tile_scales + 4 * LANES))
+    tile_accumulate(probs, tile + 4 * TILE * head_dim, state, decay, head_dim)
+
+
+@compiled(cache=False)
+def attend_unit(  # type: ignore[no-untyped-def]
+    k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim,
+    layer, table, positions, first, end, head, queries, row_floats, out, scratch,
+):  # fmt: skip
+    """Rows first .. end of one sequence, the query heads of one KV head. Writes their output."""
+    literally(act_codec)
+    group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
+    window = layer[plan.WINDOW]
+    tile_scales = scratch + 4 * 2 * TILE * head_dim
+    states = tile_scales + 4 * 2 * LANES
+    stride = 4 * (head_dim + 2 * LANES)
+    for index in range((end - first) * group):
+        for lane in range(0, head_dim + LANES, LANES):
+            store_f32(states + index * stride + 4 * lane, splat(_ZERO))
+        store_f32(states + index * stride + 4 * (head_dim + LANES), splat(_LOWEST))
+    context = np.int64(positions[end - 1]) + 1
+    start = max(0, np.int64(positions[first]) - window + 1) if window > 0 else 0
+    for token in range(start - start % TILE, context, TILE):
+        count = min(TILE, context - token)
+        load_tile(
+            k_codec, k_bytes, layer[plan.K_ADDRESS], layer[plan.K_SCALES_ADDRESS],
+            layer, table, head, token, count, head_dim, scratch, tile_scales,
+        )  # fmt: skip
+        load_tile(
+            v_codec, v_bytes, layer[plan.V_ADDRESS], layer[plan.V_SCALES_ADDRESS],
+            layer, table, head, token, count, head_dim, scratch + 4 * TILE * head_dim, tile_scales + 4 * LANES,
+        )  # fmt: skip
+        for row in range(first, end):
+            high = np.int64(positions[row]) + 1 - token
+            low = high - window if window > 0 else 0
+            if high <= 0 or low >= TILE:
+                continue
+            for member in range(group):
+                attend_row(
+                    k_codec, v_codec, head_dim,
+                    queries + 4 * (row * row_floats + (head * group + member) * head_dim),
+                    scratch, tile_scales, low, high, states + stride * ((row - first) * group + member),
+                )  # fmt: skip
+    for row in range(first, end):
+        for member in range(group):
+            state = states + stride * ((row - first) * group + member)
+            target = out + act_bytes * head_dim * (row * layer[plan.NUM_Q_HEADS] + head * group + member)
+            inverse = splat(_ONE / lane_sum(load_f32(state + 4 * head_dim)))
+            for lane in range(0, head_dim, LANES):
+                # Adding zero turns -0 into 0, which is all that a tile's masked slots could change.
+                value = add(mul(load_f32(state + 4 * lane), inverse), splat(_ZERO))
+                store16(act_codec, target + act_bytes * lane, value)

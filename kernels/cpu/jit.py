@@ -1,0 +1,44 @@
+"""How every compiled CPU kernel is made: strict arithmetic, numba's `omp` threads, compiled code kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import platformdirs
+
+# The threading layer must be named before the first parallel function is compiled.
+numba.config.THREADING_LAYER = "omp"
+
+
+def _cache_folder() -> Path:
+    """One folder per state of these sources: numba itself only notices a change of the file of the outer function."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    base = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_path("deepinfer-daemon") / "numba"
+    return Path(base) / digest.hexdigest()[:16]
+
+
+CACHE_FOLDER = _cache_folder()
+
+
+def compiled(*, parallel: bool = False, cache: bool = True) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for this CPU. No fast-math: the order of every sum is the order written, so rows stay bit-equal.
+
+    `cache=False` is for helpers that are only called from other compiled functions.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(CACHE_FOLDER)
+        try:
+            return numba.njit(parallel=parallel, cache=cache, nogil=True, error_model="numpy")(function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    return decorate

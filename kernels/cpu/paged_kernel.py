@@ -1,0 +1,118 @@
+"""The compiled paged attention: one function per (K codec, V codec, activation dtype, head_dim)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from deepinfer.kernels.codecs import Codec
+from deepinfer.kernels.cpu import plan
+from deepinfer.kernels.cpu.attend import attend_unit
+from deepinfer.kernels.cpu.jit import compiled
+from deepinfer.kernels.cpu.kv_write import make_storable, normalise_head, rotate_head, store_head, unpack_head
+from deepinfer.kernels.cpu.memory import fetch_add
+
+PARALLEL_ROWS = 16
+"""From this many rows on, the write half is shared out over threads."""
+SATURATED, NONFINITE, NEXT_UNIT = range(3)
+"""Entries of a call's int64 counters."""
+
+
+@compiled(cache=False)
+def write_row(  # type: ignore[no-untyped-def]
+    k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
+    layer, table, position, qkv, queries, scale, eps,
+):  # fmt: skip
+    """Rotate the query heads of a row into `queries` (fp32, times `scale`), store its keys and values."""
+    num_q, num_kv = layer[plan.NUM_Q_HEADS], layer[plan.NUM_KV_HEADS]
+    cos = layer[plan.COS_ADDRESS] + 4 * position * (head_dim // 2)
+    sin = layer[plan.SIN_ADDRESS] + 4 * position * (head_dim // 2)
+    shift = layer[plan.BLOCK_SHIFT]
+    block = np.int64(table[position >> shift]) * layer[plan.BLOCK_BYTES]
+    head_bytes = act_bytes * head_dim
+    for head in range(num_q):
+        target = queries + 4 * head_dim * head
+        unpack_head(act_codec, act_bytes, qkv + head * head_bytes, target, head_dim)
+        if layer[plan.Q_WEIGHT_ADDRESS] != 0:
+            normalise_head(target, layer[plan.Q_WEIGHT_ADDRESS], eps, head_dim)
+        rotate_head(target, cos, sin, scale, head_dim)
+    saturated, nonfinite = 0, 0
+    work = queries + 4 * head_dim * num_q
+    for head in range(num_kv):
+        slot = block + ((head << shift) + (position & ((1 << shift) - 1))) * np.int64(1)
+        place = (head << shift) + (position & ((1 << shift) - 1))
+        unpack_head(act_codec, act_bytes, qkv + (num_q + head) * head_bytes, work, head_dim)
+        if layer[plan.K_WEIGHT_ADDRESS] != 0:
+            normalise_head(work, layer[plan.K_WEIGHT_ADDRESS], eps, head_dim)
+        rotate_head(work, cos, sin, np.float32(1.0), head_dim)
+        above, bad, largest = make_storable(work, k_limit, head_dim)
+        saturated, nonfinite = saturated + above, nonfinite + bad
+        codes = layer[plan.K_ADDRESS] + block + place * head_dim * k_bytes
+        store_head(k_codec, k_bytes, work, largest, codes, layer[plan.K_SCALES_ADDRESS] + block + 2 * place, head_dim)
+        unpack_head(act_codec, act_bytes, qkv + (num_q + num_kv + head) * head_bytes, work, head_dim)
+        above, bad, largest = make_storable(work, v_limit, head_dim)
+        saturated, nonfinite = saturated + above, nonfinite + bad
+        codes = layer[plan.V_ADDRESS] + block + place * head_dim * v_bytes
+        store_head(v_codec, v_bytes, work, largest, codes, layer[plan.V_SCALES_ADDRESS] + block + 2 * place, head_dim)
+    return saturated, nonfinite
+
+
+@functools.cache
+def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int) -> Any:
+    """The compiled function for these. It writes all rows before it attends any.
+
+    Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key stable.
+    """
+    k_codec, k_bytes, k_limit = k.number, k.itemsize, np.float32(k.max_finite)
+    v_codec, v_bytes, v_limit = v.number, v.itemsize, np.float32(v.max_finite)
+    act_codec, act_bytes = activations.number, activations.itemsize
+
+    @compiled(parallel=True)
+    def paged_attention(  # type: ignore[no-untyped-def]
+        layer, positions, row_seq, tables, tiles, nonfinite_rows, counters,
+        qkv, out, queries, scratch, scratch_bytes, num_workers, scale, eps,
+    ):  # fmt: skip
+        num_rows, num_kv = len(positions), layer[plan.NUM_KV_HEADS]
+        row_floats = (layer[plan.NUM_Q_HEADS] + 1) * head_dim
+        row_bytes = act_bytes * (layer[plan.NUM_Q_HEADS] + 2 * num_kv) * head_dim
+        saturated, nonfinite = 0, 0
+        if num_rows < PARALLEL_ROWS:
+            for row in range(num_rows):
+                above, bad = write_row(
+                    k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
+                    layer, tables[row_seq[row]], np.int64(positions[row]), qkv + row * row_bytes,
+                    queries + 4 * row * row_floats, scale, eps,
+                )  # fmt: skip
+                nonfinite_rows[row] |= bad > 0
+                saturated += above
+                nonfinite += bad
+        else:
+            for row in prange(num_rows):
+                above, bad = write_row(
+                    k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
+                    layer, tables[row_seq[row]], np.int64(positions[row]), qkv + row * row_bytes,
+                    queries + 4 * row * row_floats, scale, eps,
+                )  # fmt: skip
+                nonfinite_rows[row] |= bad > 0
+                saturated += above
+                nonfinite += bad
+        counters[SATURATED] = saturated
+        counters[NONFINITE] = nonfinite
+        counters[NEXT_UNIT] = 0
+        next_unit = counters.ctypes.data + 8 * NEXT_UNIT
+        num_units = len(tiles) * num_kv
+        for worker in prange(num_workers):
+            unit = fetch_add(next_unit)
+            while unit < num_units:
+                first, end = tiles[unit // num_kv, 0], tiles[unit // num_kv, 1]
+                attend_unit(
+                    k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim,
+                    layer, tables[row_seq[first]], positions, np.int64(first), np.int64(end), unit % num_kv,
+                    queries, row_floats, out, scratch + worker * scratch_bytes,
+                )  # fmt: skip
+                unit = fetch_add(next_unit)
+
+    return paged_attention

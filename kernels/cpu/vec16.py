@@ -1,0 +1,244 @@
+"""A numba type of sixteen fp32 lanes, and its arithmetic as LLVM vector instructions.
+
+Written as vectors, the order of every reduction is fixed by the source and not by what an optimiser makes of a loop:
+that is what makes a row's bits independent of its neighbours. LLVM splits the type on CPUs with narrower registers.
+
+Addresses are int64 byte addresses. Who passes one keeps its memory alive and answers for its bounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba.core.types as nt
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+F32 = ir.FloatType()
+I32 = ir.IntType(32)
+VF32 = ir.VectorType(F32, LANES)
+VI32 = ir.VectorType(I32, LANES)
+VI1 = ir.VectorType(ir.IntType(1), LANES)
+
+INFINITY = float("inf")
+
+
+class Vec16Type(nt.Type):
+    """Sixteen fp32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Vec16")
+
+
+vec16 = Vec16Type()
+
+
+@register_model(Vec16Type)
+class Vec16Model(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, VF32)
+
+
+def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Call the LLVM intrinsic `name`."""
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def constant(value: float, kind: Any = VF32) -> Any:
+    """`value` in every lane."""
+    return ir.Constant(kind, [value] * LANES)
+
+
+def spread(builder: Any, scalar: Any) -> Any:
+    """`scalar` in every lane."""
+    vector = ir.VectorType(scalar.type, LANES)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), constant(0, VI32))
+
+
+def load(builder: Any, address: Any, kind: Any = VF32, align: int = 4) -> Any:
+    """The vector of type `kind` at an address."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(builder: Any, address: Any, value: Any, align: int = 4) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def offset(builder: Any, address: Any, num_bytes: int) -> Any:
+    return builder.add(address, ir.Constant(address.type, num_bytes))
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return call(builder, "llvm.fma.v16f32", VF32, a, b, c)
+
+
+def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+@intrinsic
+def splat(_typing: Any, value: Any) -> Any:
+    """A float in every lane."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return spread(builder, args[0])
+
+    return vec16(nt.float32), emit
+
+
+@intrinsic
+def load_f32(_typing: Any, address: Any) -> Any:
+    """Sixteen fp32 at an address."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return load(builder, args[0])
+
+    return vec16(nt.int64), emit
+
+
+@intrinsic
+def store_f32(_typing: Any, address: Any, value: Any) -> Any:
+    """Write sixteen fp32."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        store(builder, args[0], args[1])
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64, vec16), emit
+
+
+@intrinsic
+def add(_typing: Any, a: Any, b: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fadd(*args)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
+def mul(_typing: Any, a: Any, b: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fmul(*args)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
+def sub(_typing: Any, a: Any, b: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fsub(*args)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
+def div(_typing: Any, a: Any, b: Any) -> Any:
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fdiv(*args)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
+def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return fused(builder, *args)
+
+    return vec16(vec16, vec16, vec16), emit
+
+
+@intrinsic
+def magnitude_max(_typing: Any, a: Any, b: Any) -> Any:
+    """The larger of |a| and |b|, lane by lane. Not for NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        a, b = (call(builder, "llvm.fabs.v16f32", VF32, arg) for arg in args)
+        return call(builder, "llvm.maxnum.v16f32", VF32, a, b)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
+def keep_lanes(_typing: Any, value: Any, first: Any, end: Any, fill: Any) -> Any:
+    """Lanes first <= i < end of `value`, `fill` in the others: a select, so what was there cannot leak."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        value, first, end, fill = args
+        lanes = ir.Constant(VI32, list(range(LANES)))
+        first, end = (spread(builder, builder.trunc(bound, I32)) for bound in (first, end))
+        inside = builder.and_(
+            builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end)
+        )
+        return builder.select(inside, value, spread(builder, fill))
+
+    return vec16(vec16, nt.int64, nt.int64, nt.float32), emit
+
+
+def _fold(builder: Any, value: Any, combine: Any) -> Any:
+    """Reduce the lanes by halves: lane i with lane i + 8, + 4, + 2, + 1."""
+    width = LANES // 2
+    while width:
+        lower = shuffle(builder, value, value, list(range(width)))
+        upper = shuffle(builder, value, value, list(range(width, 2 * width)))
+        value, width = combine(lower, upper, width), width // 2
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@intrinsic
+def lane_sum(_typing: Any, value: Any) -> Any:
+    """The sum of the lanes, by halves."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _fold(builder, args[0], lambda a, b, _: builder.fadd(a, b))
+
+    return nt.float32(vec16), emit
+
+
+@intrinsic
+def lane_max(_typing: Any, value: Any) -> Any:
+    """The largest lane. NaN lanes are passed over unless all are NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        def larger(a: Any, b: Any, width: int) -> Any:
+            return call(builder, f"llvm.maxnum.v{width}f32", ir.VectorType(F32, width), a, b)
+
+        return _fold(builder, args[0], larger)
+
+    return nt.float32(vec16), emit
+
+
+# exp by Cody-Waite reduction and the polynomial of Cephes' expf (relative error about 1e-7).
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+_EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_EXP_LOWEST = -87.0
+
+
+@intrinsic
+def exp_nonpositive(_typing: Any, value: Any) -> Any:
+    """exp(x) for x <= 0: exactly 1 at 0, exactly 0 below -87 (-inf too), NaN stays NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x = args[0]
+        bounded = call(builder, "llvm.maxnum.v16f32", VF32, x, constant(_EXP_LOWEST))
+        bounded = call(builder, "llvm.minnum.v16f32", VF32, bounded, constant(0.0))
+        power = call(builder, "llvm.rint.v16f32", VF32, builder.fmul(bounded, constant(_LOG2E)))
+        rest = fused(builder, power, constant(-_LN2_HIGH), bounded)
+        rest = fused(builder, power, constant(-_LN2_LOW), rest)
+        series = constant(_EXP_POLYNOMIAL[0])
+        for coefficient in _EXP_POLYNOMIAL[1:]:
+            series = fused(builder, series, rest, constant(coefficient))
+        series = fused(builder, builder.fmul(rest, rest), series, builder.fadd(rest, constant(1.0)))
+        exponent = builder.add(builder.fptosi(power, VI32), constant(127, VI32))
+        scale = builder.bitcast(builder.shl(exponent, constant(23, VI32)), VF32)
+        result = builder.fmul(series, scale)
+        result = builder.select(builder.fcmp_ordered("<", x, constant(_EXP_LOWEST)), constant(0.0), result)
+        return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
+
+    return vec16(vec16), emit
