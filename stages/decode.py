@@ -14,7 +14,8 @@ import zmq
 
 from deepinfer.stages.memory.entries import Moves, State
 from deepinfer.stages.memory.pool import KVPool
-from deepinfer.stages.memory.residency import Residency, blocks_for
+from deepinfer.stages.memory.residency import Residency
+from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import (
     Cancel,
     ChunkDone,
@@ -105,7 +106,7 @@ class DecodeStage(Stage):
         self._draining = True
         if message.now:
             for rid in list(self._requests):
-                self._finish(rid, "error", "the daemon is stopping")
+                self._finish(rid, "error", "shutting_down", "the daemon is stopping")
 
     def _on_chunk_done(self, message: ChunkDone) -> None:
         self._chunk_out = False
@@ -252,25 +253,25 @@ class DecodeStage(Stage):
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         items: list[TokenItem] = []
-        ends: list[tuple[int, str, str]] = []
+        ends: list[tuple[int, str, str, str]] = []
         for outcome in outcomes:
             request = self._requests[outcome.rid]
             if outcome.item is None:
-                ends.append((outcome.rid, "error", outcome.error))
+                ends.append((outcome.rid, "error", "non_finite_logits", outcome.error))
                 continue
             request.append(outcome.item.token_id)
             request.clock.token()
             items.append(outcome.item)
             reason = request.finish_reason(self._eos)
             if reason is not None:
-                ends.append((outcome.rid, reason, ""))
+                ends.append((outcome.rid, reason, "", ""))
         self.counters.generation_tokens_total += len(items)
         if items:
             self.send("admission", Tokens(items=items))
-        for rid, reason, error in ends:
-            self._finish(rid, reason, error)
+        for rid, reason, code, error in ends:
+            self._finish(rid, reason, code, error)
 
-    def _finish(self, rid: int, reason: str, error: str = "") -> None:
+    def _finish(self, rid: int, reason: str, code: str = "", error: str = "") -> None:
         """The one way a request ends: blocks and payload go back, exactly one Finished goes out."""
         request = self._requests[rid]
         entry = self._residency.entries[rid]
@@ -282,15 +283,13 @@ class DecodeStage(Stage):
             self._drop_payload(rid)
         self.counters.requests_finished_total += 1
         self.counters.requests_failed_total += reason == "error"
-        self._send_finished(request, reason, error)
+        self._send_finished(request, reason, code, error)
         if not busy:
             del self._requests[rid]
 
-    def _send_finished(self, request: Request, reason: str, error: str = "") -> None:
-        self.send(
-            "admission",
-            Finished(rid=request.rid, reason=reason, error=error, timings=request.clock.timings()),
-        )
+    def _send_finished(self, request: Request, reason: str, code: str = "", error: str = "") -> None:
+        timings = request.clock.timings()
+        self.send("admission", Finished(rid=request.rid, reason=reason, code=code, error=error, timings=timings))
 
     def _drop_payload(self, rid: int) -> None:
         self._payload_bytes.pop(rid, None)

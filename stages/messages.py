@@ -92,10 +92,12 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(Message, tag="finished"):
-    """The one terminal message of a request. `error` is set when reason is "error"."""
+    """The one terminal message of a request. When reason is "error", `code` is one of `protocol_errors` and `error` says
+    more."""
 
     rid: int
     reason: str
+    code: str = ""
     error: str = ""
     cached_tokens: int = 0
     timings: Timings = Timings()

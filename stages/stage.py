@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from deepinfer.stages import messages
-from deepinfer.stages.messages import Halt, Message
+from deepinfer.stages.messages import EngineFailed, Halt, Message
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ class Stage:
         self._handlers: dict[type, Callable[[Any], None]] = {Halt: self._on_halt}
         self._thread: threading.Thread | None = None
         self._running = False
+        self._sockets: list[zmq.Socket] = []
+        self._outboxes: dict[str, zmq.Socket] = {}
         self.progress = 0
         """Moves whenever this stage does something: what a watchdog looks at."""
         self.failure: BaseException | None = None
@@ -83,8 +85,10 @@ class Stage:
         """Called in the stage's thread after the last message."""
 
     def failed(self, error: BaseException) -> None:
-        """The loop died of `error`. Whoever supervises it is told here."""
+        """The loop died of `error`: admission is told, so that no client waits for ever."""
         logger.error("stage %s died", self.name, exc_info=error)
+        if "admission" in self._outboxes:
+            self.send("admission", EngineFailed(error=f"stage {self.name} died: {error!r}"))
 
     def halt(self) -> None:
         """End the loop after the current turn. Only from inside the stage's own thread; others send `Halt`."""
@@ -108,8 +112,6 @@ class Stage:
                 socket.close()
 
     def _open(self) -> None:
-        self._sockets: list[zmq.Socket] = []
-        self._outboxes: dict[str, zmq.Socket] = {}
         self._poller = zmq.Poller()
         self._running = True
         self._inbox = self.new_socket(zmq.PULL)

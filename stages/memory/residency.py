@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, ResidencyConfig, State, Step
 from deepinfer.stages.memory.ledger import BlockLedger
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+from deepinfer.stages.memory.sizes import blocks_for
 
 
 class Residency:

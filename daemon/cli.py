@@ -1,0 +1,161 @@
+"""The `deepinfer-daemon` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deepinfer.daemon.config import ConfigError, DaemonConfig
+from deepinfer.daemon.options import options_of
+
+EXIT_CONFIG = 78
+
+runtime_option = click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="DEEPINFER_RUNTIME_DIR",
+    help="Private folder of sockets, lock and connection file. [default: below XDG_RUNTIME_DIR]",
+)
+
+
+@click.group(context_settings={"max_content_width": 110})
+@click.version_option(package_name="deepinfer-daemon")
+def main() -> None:
+    """Serve a language model from a small machine, over ZeroMQ."""
+
+
+@main.command()
+@options_of(DaemonConfig)
+@runtime_option
+@click.option("--detach", is_flag=True, help="Return when the daemon is ready; it goes on in the background.")
+def start(runtime_dir: Path | None, detach: bool, **settings: Any) -> None:
+    """Run the daemon. Ends with SIGTERM, Ctrl-C or `stop`; running requests finish first."""
+    from deepinfer.daemon.front import runtime_path
+
+    folder = runtime_path(runtime_dir)
+    try:
+        config = DaemonConfig(**settings)
+        config.check()
+        if detach:
+            from deepinfer.daemon.detach import start_detached
+
+            sys.exit(start_detached(config, folder))
+        sys.exit(_run_front(config, folder))
+    except (ConfigError, PermissionError) as error:
+        _fail(str(error), EXIT_CONFIG)
+
+
+def _run_front(config: DaemonConfig, path: Path) -> int:
+    from deepinfer.daemon.display import StartDisplay
+    from deepinfer.daemon.front import Front
+    from deepinfer.daemon.runtime_folder import AlreadyRunning, RuntimeFolder
+    from deepinfer.stages.model.errors import ModelError
+
+    os.umask(0o077)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        folder = RuntimeFolder(path)
+    except AlreadyRunning as error:
+        _fail(str(error), 1)
+    try:
+        return Front(config, folder, StartDisplay()).run()
+    except ModelError as error:
+        _fail(str(error), EXIT_CONFIG)
+    except ValueError as error:
+        _fail(str(error), EXIT_CONFIG)
+
+
+@main.command()
+@runtime_option
+@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
+def status(runtime_dir: Path | None, as_json: bool) -> None:
+    """Show a running daemon. Exit code: 0 ready, 1 dead but files left, 3 not running, 4 hung."""
+    from deepinfer.daemon.commands import show_status
+
+    sys.exit(show_status(_folder(runtime_dir), as_json))
+
+
+@main.command()
+@runtime_option
+@click.option("--now", is_flag=True, help="Cut running requests instead of letting them finish.")
+def stop(runtime_dir: Path | None, now: bool) -> None:
+    """Stop a running daemon and wait until it is gone."""
+    from deepinfer.daemon.commands import stop_daemon
+
+    sys.exit(stop_daemon(_folder(runtime_dir), now))
+
+
+def sampling_options(command: Callable) -> Callable:
+    """The options of the protocol's sampling fields. What is not given is not sent, so the daemon's defaults count."""
+    for option in reversed(
+        [
+            click.option("--max-new-tokens", type=int, help="Tokens to generate at most."),
+            click.option("--temperature", type=float, help="0 is greedy."),
+            click.option("--top-k", type=int),
+            click.option("--top-p", type=float),
+            click.option("--min-p", type=float),
+            click.option("--repetition-penalty", type=float),
+            click.option("--seed", type=int),
+            click.option("--stop", multiple=True, help="Stop string; may be repeated."),
+            click.option("--ignore-eos", is_flag=True, default=None),
+        ]
+    ):
+        command = option(command)
+
+    @wraps(command)
+    def without_unset(**values: Any) -> Any:
+        return command(**{name: value for name, value in values.items() if value not in (None, ())})
+
+    return without_unset
+
+
+@main.command()
+@click.argument("prompt")
+@sampling_options
+@runtime_option
+def generate(prompt: str, runtime_dir: Path | None = None, **fields: Any) -> None:
+    """Continue PROMPT as plain text, streamed."""
+    from deepinfer.daemon.commands import stream_answer
+
+    sys.exit(stream_answer(_folder(runtime_dir), {"prompt": prompt, **_plain(fields)}))
+
+
+@main.command()
+@click.argument("message", required=False)
+@click.option("--system", help="System message.")
+@sampling_options
+@runtime_option
+def chat(
+    message: str | None = None, system: str | None = None, runtime_dir: Path | None = None, **fields: Any
+) -> None:
+    """Talk to the model; with MESSAGE, one answer and out."""
+    from deepinfer.daemon.commands import chat_loop
+
+    sys.exit(chat_loop(_folder(runtime_dir), message, system, _plain(fields)))
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def _folder(runtime_dir: Path | None) -> Path:
+    from deepinfer.daemon.front import runtime_path
+
+    return runtime_path(runtime_dir)
+
+
+def _fail(message: str, code: int) -> Any:
+    click.secho(f"error: {message}", err=True, fg="red")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

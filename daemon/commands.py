@@ -1,0 +1,180 @@
+"""The commands that talk to a running daemon. They import neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import msgpack
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from deepinfer.clients import Client, DeepInferError
+from deepinfer.daemon.runtime_folder import CONNECTION_FILE, is_locked
+
+CONTROL_SECONDS = 3.0
+STOP_SECONDS = 90.0
+EXIT_READY, EXIT_DEAD, EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_HUNG = 0, 1, 2, 3, 4
+
+
+class NoDaemon(RuntimeError):
+    """`code` is the exit code that says why."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def connection(folder: Path) -> dict[str, Any]:
+    """The connection file of a living daemon. Raises NoDaemon."""
+    file = folder / CONNECTION_FILE
+    alive = is_locked(folder)
+    if not file.exists():
+        if alive:
+            raise NoDaemon(f"the daemon in {folder} is still starting", EXIT_NOT_RUNNING)
+        raise NoDaemon(f"no daemon is running in {folder}; start one with: deepinfer-daemon start", EXIT_NOT_RUNNING)
+    if not alive:
+        raise NoDaemon(f"the daemon in {folder} died and left its files; a new start cleans them up", EXIT_DEAD)
+    return json.loads(file.read_text())
+
+
+def control(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
+    """One call to the control socket. Raises NoDaemon."""
+    endpoint = connection(folder)["control_endpoint"]
+    context = zmq.Context()
+    socket = context.socket(zmq.REQ)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.connect(endpoint)
+        socket.send(msgpack.packb({"v": 1, "op": op, **fields}))
+        if not socket.poll(int(CONTROL_SECONDS * 1000)):
+            raise NoDaemon(f"the daemon in {folder} holds its lock but does not answer", EXIT_HUNG)
+        answer = msgpack.unpackb(socket.recv())
+    finally:
+        socket.close()
+        context.term()
+    if answer["event"] == "error":
+        raise NoDaemon(answer["message"], EXIT_FAILED)
+    return answer["data"]
+
+
+def show_status(folder: Path, as_json: bool) -> int:
+    try:
+        status = control(folder, "status")
+    except NoDaemon as error:
+        click.echo(json.dumps({"phase": "none", "error": str(error)}) if as_json else str(error))
+        return error.code
+    if as_json:
+        click.echo(json.dumps(status, indent=1))
+        return EXIT_READY
+    from deepinfer.daemon.display import summary_rows
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in [("phase", status["phase"]), *summary_rows(status), *_live_rows(status)]:
+        table.add_row(name, value)
+    Console().print(table, highlight=False)
+    return EXIT_READY
+
+
+def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    blocks, offload, counters = status["blocks"], status["cpu_offload"], status["counters"]
+    requests = ", ".join(f"{count} {state}" for state, count in status["requests"].items() if count) or "none"
+    return [
+        ("requests", requests),
+        ("blocks", f"{blocks['free']:,} of {blocks['total']:,} free"),
+        ("host", f"{offload['payload_bytes']:,} of {offload['budget_bytes']:,} bytes in use"),
+        (
+            "swaps",
+            f"{counters.get('requests_swapped_total', 0)} out, {counters.get('requests_resumed_total', 0)} in, "
+            f"{counters.get('requests_recomputed_total', 0)} recomputed",
+        ),
+        ("tokens", f"{counters.get('generation_tokens_total', 0):,} generated"),
+    ]
+
+
+def stop_daemon(folder: Path, now: bool) -> int:
+    try:
+        pid = connection(folder)["pid"]
+        control(folder, "stop", now=now)
+    except NoDaemon as error:
+        if error.code != EXIT_HUNG:
+            click.echo(str(error))
+            return error.code
+        os.kill(pid, signal.SIGTERM)
+    give_up = time.monotonic() + STOP_SECONDS
+    while is_locked(folder):
+        if time.monotonic() > give_up:
+            click.echo(f"the daemon (process {pid}) is still there after {STOP_SECONDS:.0f} s", err=True)
+            return EXIT_HUNG
+        time.sleep(0.05)
+    click.echo("stopped")
+    return EXIT_READY
+
+
+def stream_answer(folder: Path, fields: dict[str, Any]) -> int:
+    """Print one answer as it comes, then what it took."""
+    try:
+        with _client(folder) as client:
+            _print_stream(client, fields)
+    except (NoDaemon, DeepInferError) as error:
+        click.secho(f"error: {error}", err=True, fg="red")
+        return error.code if isinstance(error, NoDaemon) else EXIT_FAILED
+    return EXIT_READY
+
+
+def chat_loop(folder: Path, message: str | None, system: str | None, fields: dict[str, Any]) -> int:
+    history = [{"role": "system", "content": system}] if system else []
+    if message is not None:
+        history.append({"role": "user", "content": message})
+        return stream_answer(folder, {"messages": history, **fields})
+    try:
+        with _client(folder) as client:
+            click.echo("Ctrl-D ends the talk.", err=True)
+            while (line := _ask()) is not None:
+                history.append({"role": "user", "content": line})
+                answer = _print_stream(client, {"messages": history, **fields})
+                history.append({"role": "assistant", "content": answer})
+    except (NoDaemon, DeepInferError) as error:
+        click.secho(f"error: {error}", err=True, fg="red")
+        return error.code if isinstance(error, NoDaemon) else EXIT_FAILED
+    return EXIT_READY
+
+
+def _ask() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        return None
+
+
+def _client(folder: Path) -> Client:
+    return Client(connection(folder)["endpoint"])
+
+
+def _print_stream(client: Client, fields: dict[str, Any]) -> str:
+    stream = client.generate(**fields)
+    try:
+        for event in stream:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        stream.cancel()
+    result = stream.result()
+    sys.stdout.write("\n")
+    usage, timings = result.usage, result.timings
+    steps = usage["completion_tokens"] - 1
+    speed = f"{steps / timings['decode_s']:.1f} tokens/s, " if steps > 0 and timings["decode_s"] > 0 else ""
+    click.secho(
+        f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {speed}first token after "
+        f"{timings['ttft_s'] * 1000:.0f} ms, {result.finish_reason}",
+        err=True,
+        dim=True,
+    )
+    return result.text

@@ -1,0 +1,80 @@
+"""The control socket: status, stop and ping, answered by a thread that does nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from deepinfer.stages import client_port
+from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.live import Route
+from deepinfer.stages.protocol import ProtocolError, is_req
+from deepinfer.stages.protocol_events import encode_error, encode_reply
+from deepinfer.stages.stage import Stage
+
+MAX_FRAME_BYTES = 4096
+
+
+class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
+    v: int
+    op: str
+    id: str | int | None = None
+    now: bool = False
+    """With `stop`: cut running requests instead of letting them finish."""
+
+
+_decoder = msgspec.msgpack.Decoder(ControlRequest)
+
+
+class ControlStage(Stage):
+    """`stop` is called with True to cut, False to drain; it must return at once."""
+
+    name = "control"
+
+    def __init__(
+        self, context: zmq.Context, inbox: str, address: str, board: StatusBoard, stop: Callable[[bool], None]
+    ) -> None:
+        super().__init__(context, inbox, {})
+        self._address = address
+        self._board = board
+        self._stop = stop
+
+    def opened(self) -> None:
+        self._socket = self.new_socket(zmq.ROUTER, poll=True)
+        client_port.configure(self._socket, MAX_FRAME_BYTES)
+        self._socket.bind(self._address)
+
+    def on_socket(self, socket: zmq.Socket) -> None:
+        for identity, *frames in client_port.receive(socket, 16):
+            route = Route(identity, is_req(frames))
+            try:
+                payload = self._answer(frames[-1] if frames else b"")
+            except ProtocolError as error:
+                payload = encode_error(error)
+            if client_port.send(socket, route.frames(payload)) is Delivery.SENT:
+                self.progress += 1
+
+    def _answer(self, raw: bytes) -> bytes:
+        try:
+            request = _decoder.decode(raw)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ProtocolError("malformed", f"a control request is a map of v, op, id and now: {error}") from error
+        if request.v != 1:
+            raise ProtocolError("unsupported_version", f"v: {request.v} is not spoken here, 1 is", field="v")
+        return encode_reply(request.op, request.id, self._run(request))
+
+    def _run(self, request: ControlRequest) -> dict[str, Any]:
+        if request.op == "status":
+            return self._board.status()
+        if request.op == "ping":
+            return {"phase": self._board.phase}
+        if request.op == "stop":
+            self._stop(request.now)
+            return {"stopping": True, "now": request.now}
+        raise ProtocolError(
+            "unknown_op", f"op: {request.op!r} is not a control operation", field="op", allowed="status, stop, ping"
+        )

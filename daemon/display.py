@@ -1,0 +1,92 @@
+"""What `start` shows: a bar while weights load, a summary when ready. On standard error, standard output stays clean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+class StartDisplay:
+    """A bar on a terminal, a line per step elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._last = ""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        if not self._console.is_terminal:
+            if what != self._last:
+                self._last = what
+                self._console.print(f"{what} ...", highlight=False)
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(what, total=None)
+        if self._task is not None:
+            self._bar.update(self._task, description=what, completed=done, total=total or None)
+
+    def ready(self, status: dict[str, Any], connection_file: Path) -> None:
+        self._close_bar()
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        for name, value in summary_rows(status):
+            table.add_row(name, value)
+        table.add_row("connection file", str(connection_file))
+        self._console.print(f"ready after {status['ready_seconds']} s", style="bold", highlight=False)
+        self._console.print(table, highlight=False)
+
+    def failed(self, error: str) -> None:
+        self._close_bar()
+        self._console.print(f"error: {error}", style="red", highlight=False, markup=False)
+
+    def stopping(self, cut: bool) -> None:
+        self._console.print("stopping now" if cut else "stopping when running requests have finished", highlight=False)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """Effective values of a running daemon, for people."""
+    engine = status["engine"]
+    runtime = engine["runtime"]
+    arena = "off"
+    if engine["cpu_offload_enabled"]:
+        pinned = "pinned" if engine["arena_pinned"] else "pageable"
+        arena = f"{mib(engine['cpu_offload_budget_bytes'])} of host memory at most, {pinned}"
+    linears = ", ".join(f"{count} x {kind}" for kind, count in engine["linears"].items())
+    return [
+        ("model", f"{engine['model']} ({engine['family']}, {engine['layers']} layers)"),
+        ("device", f"{engine['device']}, {runtime['threads']} threads"),
+        ("compute", f"{engine['compute_dtype']}; {linears}; head {engine['head']}"),
+        ("attention", f"{engine['attention']}, KV {engine['kv_cache_dtype']}"),
+        ("batch invariant", "yes" if engine["batch_invariant"] else "no"),
+        ("context", f"{engine['context']:,} tokens"),
+        (
+            "KV pool",
+            f"{engine['num_blocks']:,} blocks of {engine['block_size']} tokens = {engine['token_capacity']:,} tokens "
+            f"({engine['pool_reason']})",
+        ),
+        ("memory", f"weights {mib(engine['weight_bytes'])}, pool {mib(engine['pool_bytes'])}"),
+        ("swap", arena),
+        ("endpoint", str(status["endpoint"])),
+    ]
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

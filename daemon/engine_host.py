@@ -1,0 +1,168 @@
+"""Builds an engine (model, pool, policy, the three stages) and runs it: in its own process, or inside a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import zmq
+
+from deepinfer.daemon.config import ConfigError, EngineConfig
+from deepinfer.daemon.planner import PoolPlan, plan_pool
+from deepinfer.daemon.topology import Topology
+from deepinfer.kernels import resolve_kv_format
+from deepinfer.kernels.attention import make_attention
+from deepinfer.kernels.cpu_runtime import configure_threads, describe
+from deepinfer.stages.decode import DecodeStage
+from deepinfer.stages.memory.arena import HostArena
+from deepinfer.stages.memory.entries import ResidencyConfig
+from deepinfer.stages.memory.ledger import BlockLedger
+from deepinfer.stages.memory.pool import KVPool
+from deepinfer.stages.memory.residency import Residency
+from deepinfer.stages.memory.sizes import blocks_for
+from deepinfer.stages.messages import SamplingParams, Submit
+from deepinfer.stages.model import Executor, load_model, open_checkpoint, resolve_model
+from deepinfer.stages.model.precision import choose_dtype
+from deepinfer.stages.model.sampler import Sampler
+from deepinfer.stages.offload import CopyRows, OffloadStage, copy_rows
+from deepinfer.stages.prefill import PrefillStage
+from deepinfer.stages.request import Request
+from deepinfer.stages.runner import ModelRunner, Span
+from deepinfer.stages.stage import Stage
+
+Progress = Callable[[str, int, int], None]
+
+
+class Vocabulary(NamedTuple):
+    """What the engine must know of the tokenizer, which lives in the front process."""
+
+    num_valid_tokens: int
+    eos_token_ids: Iterable[int]
+
+
+class EngineHost:
+    """Loads the model in the constructor; `start` runs decode, prefill and offload in a thread each.
+
+    Everything that can be refused is refused before weights are read: ConfigError, or the errors of
+    `deepinfer.stages.model`.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+        config.check()
+        self.config = config
+        configure_threads(config.threads)
+        checkpoint = open_checkpoint(resolve_model(config.model))
+        model_config = checkpoint.config
+        self.max_context = min(config.max_context or model_config.max_context, model_config.max_context)
+        dtype = choose_dtype(config.dtype, checkpoint.source.headers)
+        self.kv_format = self._kv_format(dtype)
+        layout = self.kv_format.layout(
+            model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size
+        )
+        bf16_copies = config.w4_prefill == "bf16-copy"
+        weight_bytes = checkpoint.estimate_weight_bytes(config.dtype, bf16_copies)
+        self.plan: PoolPlan = plan_pool(config, layout, self.max_context, weight_bytes)
+        self.max_context = min(self.max_context, self.plan.token_capacity + 1)
+        self.model = load_model(checkpoint, config.dtype, config.batch_invariant, config.w4_prefill, progress)
+        self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format)
+        budget = config.max_cpu_offload_mb << 20 if config.cpu_offload else 0
+        self.arena = HostArena(budget, layout.block_bytes)
+        self.attention = make_attention(
+            config.attention,
+            self.model.attention_spec(),
+            layout,
+            self.kv_format,
+            self.pool.data,
+            *self.model.rope_tables(self.max_context),
+            batch_invariant=config.batch_invariant,
+        )
+        self.executor = Executor(self.model, self.attention)
+        self.requests: dict[int, Request] = {}
+        self.stages: list[Stage] = []
+
+    def _kv_format(self, dtype: str) -> Any:
+        try:
+            return resolve_kv_format(self.config.kv_cache_dtype, compute_dtype=dtype)
+        except ValueError as error:
+            raise ConfigError(f"kv_cache_dtype: {error}") from error
+
+    def start(
+        self, context: zmq.Context, topology: Topology, vocabulary: Vocabulary, copy: CopyRows = copy_rows
+    ) -> None:
+        """Run the stages. `copy` moves rows between pool and host; tests put slow or failing ones in its place."""
+        config, model_config = self.config, self.model.config
+        valid = min(vocabulary.num_valid_tokens, model_config.vocab_size)
+        eos = frozenset(model_config.eos_token_ids) | frozenset(vocabulary.eos_token_ids)
+        runner = ModelRunner(self.executor, Sampler(model_config.vocab_size, valid, eos))
+        residency = Residency(
+            BlockLedger(self.plan.num_blocks),
+            config.block_size,
+            ResidencyConfig(
+                max_running=config.max_running,
+                prefill_chunk_tokens=config.prefill_chunk_tokens,
+                quantum=config.residency_quantum,
+                max_parks=config.max_parks,
+                swap=self.arena.num_rows > 0,
+                recompute=config.recompute,
+            ),
+        )
+        self.residency = residency
+        self.decode = DecodeStage(
+            context,
+            topology.decode,
+            topology.outboxes("admission", "prefill", "offload"),
+            runner,
+            self.pool,
+            residency,
+            self.requests,
+            eos,
+        )
+        self.prefill = PrefillStage(
+            context, topology.prefill, topology.outboxes("decode", "admission"), runner, self.requests
+        )
+        self.offload = OffloadStage(
+            context, topology.offload, topology.outboxes("decode", "admission"), self.pool.data, self.arena, copy
+        )
+        self.stages = [self.prefill, self.offload, self.decode]
+        for stage in self.stages:
+            stage.start()
+
+    def warm_up(self) -> None:
+        """Run one prefill chunk and one decode step on borrowed blocks, so that kernels are compiled and buffers are
+        there before the first request. To be called before `start`; leaves the pool zeroed."""
+        block_size, blocks = self.config.block_size, self.plan.num_blocks
+        rows = max(1, min(self.config.prefill_chunk_tokens, blocks * block_size - 1, self.max_context - 2))
+        submit = Submit(rid=0, prompt=bytes(4 * rows), params=SamplingParams(max_new_tokens=2))
+        request = Request(submit, blocks_for(rows + 1, block_size))
+        request.num_blocks = len(request.table)
+        request.table[:] = range(request.num_blocks)
+        runner = ModelRunner(self.executor, Sampler(self.model.config.vocab_size, self.model.config.vocab_size, ()))
+        runner.run([Span(request, 0, rows, True)])
+        request.append(0)
+        runner.run([Span(request, rows, 1, True)])
+        self.pool.data[: request.num_blocks].zero_()
+
+    def join(self, timeout: float | None = None) -> bool:
+        return all(stage.join(timeout) for stage in self.stages)
+
+    def summary(self) -> dict[str, Any]:
+        """What `start` prints and `status` shows: effective values, not wished ones."""
+        return {
+            "model": self.config.model,
+            **self.model.describe(),
+            "device": "cpu",
+            "kv_cache_dtype": self.kv_format.name,
+            "attention": self.attention.name,
+            "batch_invariant": self.config.batch_invariant,
+            "block_size": self.config.block_size,
+            "num_blocks": self.plan.num_blocks,
+            "block_bytes": self.plan.block_bytes,
+            "pool_reason": self.plan.reason,
+            "token_capacity": self.plan.token_capacity,
+            "context": self.max_context,
+            "pool_bytes": self.pool.bytes,
+            "cpu_offload_enabled": self.arena.num_rows > 0,
+            "cpu_offload_budget_bytes": self.arena.num_rows * self.arena.row_bytes,
+            "arena_pinned": self.arena.pinned,
+            "runtime": describe(),
+        }

@@ -1,0 +1,112 @@
+"""The engine's process: `python -m deepinfer.daemon.engine_process`, started by the front and by nobody else.
+
+Standard input carries the configuration as one line of JSON, then the vocabulary as another. It stays open for as long
+as the front lives: its end is how the engine learns that it is alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import zmq
+
+from deepinfer.daemon.config import ConfigError, EngineConfig
+from deepinfer.daemon.topology import Topology
+from deepinfer.stages.messages import EngineFailed, EngineReady, LoadProgress, Message, encode
+from deepinfer.stages.model.errors import ModelError
+
+PROGRESS_SECONDS = 0.05
+ORPHANED = 3
+"""Exit code when the front went away."""
+
+
+class FrontLink:
+    """The main thread's own PUSH socket to admission, for what happens before and beside the stages."""
+
+    def __init__(self, context: zmq.Context, address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.connect(address)
+        self._last = 0.0
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode(message))
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._last >= PROGRESS_SECONDS:
+            self._last = now
+            self.send(LoadProgress(what=what, done=done, total=total))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def start_line(config: EngineConfig, topology: Topology) -> bytes:
+    payload = {"config": dataclasses.asdict(config), "topology": dataclasses.asdict(topology)}
+    return json.dumps(payload).encode() + b"\n"
+
+
+def vocabulary_line(num_valid_tokens: int, eos_token_ids: Any) -> bytes:
+    return json.dumps({"num_valid_tokens": num_valid_tokens, "eos_token_ids": list(eos_token_ids)}).encode() + b"\n"
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    start = json.loads(sys.stdin.buffer.readline())
+    config = EngineConfig(**start["config"])
+    topology = Topology(**start["topology"])
+    context = zmq.Context()
+    link = FrontLink(context, topology.admission)
+    try:
+        return _serve(config, topology, context, link)
+    finally:
+        link.close()
+        context.term()
+
+
+def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link: FrontLink) -> int:
+    lines: list[bytes] = []
+    arrived = threading.Event()
+    threading.Thread(target=_watch_front, args=(lines, arrived), daemon=True).start()
+    link.progress("importing torch", 0, 0)
+    from deepinfer.daemon.engine_host import EngineHost, Vocabulary
+
+    try:
+        host = EngineHost(config, link.progress)
+        link.progress("compiling kernels", 0, 0)
+        host.warm_up()
+        arrived.wait()
+        host.start(context, topology, Vocabulary(**json.loads(lines[0])))
+    except (ConfigError, ModelError) as error:
+        link.send(EngineFailed(error=str(error), config_error=True))
+        return 1
+    except (MemoryError, RuntimeError, OSError) as error:
+        logging.exception("the engine cannot start")
+        link.send(EngineFailed(error=f"the engine cannot start: {error!r}"))
+        return 1
+    link.send(EngineReady(summary=host.summary()))
+    host.join()
+    return 1 if any(stage.failure for stage in host.stages) else 0
+
+
+def _watch_front(lines: list[bytes], arrived: threading.Event) -> None:
+    """The second line of input, then the end of it: whatever the stages are doing, nobody is left to do it for."""
+    for line in sys.stdin.buffer:
+        lines.append(line)
+        arrived.set()
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Every address of the daemon, and who binds it. A stage is told its addresses and knows no others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_IPC_PATH = 107
+"""Bytes of a Unix socket path on Linux; longer ones fail at bind with an error that does not say so."""
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """
+    | address    | socket bound there | bound by  | written to by              |
+    |------------|--------------------|-----------|----------------------------|
+    | clients    | ROUTER             | admission | clients                    |
+    | control    | ROUTER             | control   | the CLI                    |
+    | admission  | PULL               | admission | decode, engine host        |
+    | decode     | PULL               | decode    | admission, prefill, offload |
+    | prefill    | PULL               | prefill   | decode                     |
+    | offload    | PULL               | offload   | decode                     |
+    """
+
+    clients: str
+    control: str
+    admission: str
+    decode: str
+    prefill: str
+    offload: str
+
+    def outboxes(self, *stages: str) -> dict[str, str]:
+        return {stage: getattr(self, stage) for stage in stages}
+
+
+def two_processes(folder: Path, clients: str | None = None) -> Topology:
+    """ipc between the front and the engine, inproc inside the engine. `folder` is private to this daemon.
+
+    Raises ValueError when a socket path would be too long.
+    """
+
+    def ipc(name: str) -> str:
+        path = folder / f"{name}.sock"
+        if len(os.fsencode(path)) > MAX_IPC_PATH:
+            raise ValueError(
+                f"runtime_dir: the socket path {path} has {len(os.fsencode(path))} bytes; a Unix socket path has at "
+                f"most {MAX_IPC_PATH}. Choose a shorter runtime folder."
+            )
+        return f"ipc://{path}"
+
+    return Topology(
+        clients=clients or ipc("clients"),
+        control=ipc("control"),
+        admission=ipc("admission"),
+        decode=ipc("decode"),
+        prefill="inproc://prefill",
+        offload="inproc://offload",
+    )
+
+
+def one_process() -> Topology:
+    """Everything over inproc, in one zmq context: tests and the in-process engine. Each call gives fresh names."""
+    serial = next(_serial)
+    names = ("clients", "control", "admission", "decode", "prefill", "offload")
+    return Topology(*(f"inproc://{name}-{serial}" for name in names))

@@ -1,0 +1,402 @@
+"""The admission stage: client sockets, validation, tokenising, and the text side of every live request.
+
+Everything that can be wrong with a request is found here, before any work is done for it. From `accepted` on, admission
+owes the client exactly one terminal event, whatever becomes of the engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+
+from deepinfer.stages import client_port, messages
+from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.live import LiveRequest, Route
+from deepinfer.stages.memory.sizes import blocks_for
+from deepinfer.stages.model import Tokenizer
+from deepinfer.stages.model.tokenizer import ChatTemplateError
+from deepinfer.stages.protocol import (
+    MAX_INTEGER,
+    Cancel,
+    Detokenize,
+    Generate,
+    Limits,
+    Metrics,
+    Models,
+    Ping,
+    ProtocolError,
+    RequestId,
+    Status,
+    Tokenize,
+    decode_request,
+    is_req,
+    to_sampling_params,
+)
+from deepinfer.stages.protocol_events import encode_error, encode_reply
+from deepinfer.stages.stage import Stage, monotonic
+from deepinfer.stages.text import IncrementalDetokenizer, StopMatcher, byte_fallback_ids
+
+logger = logging.getLogger(__name__)
+
+CLIENT_MESSAGES_PER_TURN = 64
+RETRY_BLOCKED_MS = 5
+IDLE_MS = 200
+GIVE_UP_SECONDS = 30.0
+"""A client that has not taken its last events for this long is treated as gone."""
+
+
+class Capacity(NamedTuple):
+    """What a request may need; known when the engine is ready."""
+
+    context: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+class AdmissionStage(Stage):
+    """Owns the client socket, the tokenizer and the live-request table."""
+
+    name = "admission"
+
+    def __init__(
+        self,
+        context: zmq.Context,
+        inbox: str,
+        outboxes: Mapping[str, str],
+        clients: str,
+        tokenizer: Tokenizer,
+        model: str,
+        limits: Limits,
+        board: StatusBoard,
+        max_queue: int,
+    ) -> None:
+        super().__init__(context, inbox, outboxes)
+        self._clients_address = clients
+        self._tokenizer = tokenizer
+        self._model = model
+        self._limits = limits
+        self._board = board
+        self._max_queue = max_queue
+        self._capacity: Capacity | None = None
+        self._draining = False
+        self._next_rid = 1
+        self._live: dict[int, LiveRequest] = {}
+        self._by_stream: dict[tuple[bytes, RequestId], int] = {}
+        self._blocked: dict[int, float] = {}
+        """Requests whose client does not read now, and since when."""
+        self._deadlines: list[tuple[float, int]] = []
+        self._eos: frozenset[int] = frozenset(tokenizer.eos_token_ids)
+        self._byte_ids = byte_fallback_ids(tokenizer.vocabulary())
+        self._register_handlers()
+        self._ops = {
+            Generate: self._generate,
+            Cancel: self._cancel,
+            Tokenize: self._tokenize,
+            Detokenize: self._detokenize,
+            Status: lambda route, op: self._reply(route, "status", op.id, self._board.status()),
+            Metrics: lambda route, op: self._reply(route, "metrics", op.id, self._board.stats),
+            Models: self._models,
+            Ping: lambda route, op: self._reply(route, "ping", op.id, {"phase": self._board.phase}),
+        }
+
+    def _register_handlers(self) -> None:
+        self.on(messages.Tokens, self._on_tokens)
+        self.on(messages.Finished, self._on_finished)
+        self.on(messages.Preempted, lambda m: self._on_parking(m.rid, LiveRequest.preempted))
+        self.on(messages.Resumed, lambda m: self._on_parking(m.rid, LiveRequest.resumed))
+        self.on(messages.Snapshot, self._on_snapshot)
+        self.on(messages.LoadProgress, self._on_progress)
+        self.on(messages.EngineReady, self._on_ready)
+        self.on(messages.EngineFailed, self._on_engine_failed)
+        self.on(messages.EngineStopped, self._on_engine_stopped)
+        self.on(messages.Drain, self._on_drain)
+
+    def opened(self) -> None:
+        self._clients = self.new_socket(zmq.ROUTER, poll=True)
+        client_port.configure(self._clients, self._limits.max_frame_bytes)
+        self._clients.bind(self._clients_address)
+        self._board.info["endpoint"] = self._clients.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def failed(self, error: BaseException) -> None:
+        super().failed(error)
+        self._board.fail(f"the admission stage died: {error!r}")
+
+    # --- the engine -------------------------------------------------------------------------------------------
+
+    def _on_progress(self, message: messages.LoadProgress) -> None:
+        self._board.progress = (message.what, message.done, message.total)
+        self._board.changed.set()
+
+    def _on_ready(self, message: messages.EngineReady) -> None:
+        summary = message.summary
+        self._capacity = Capacity(summary["context"], summary["num_blocks"], summary["block_size"])
+        self._board.summary = summary
+        self._board.set_phase("ready")
+
+    def _on_snapshot(self, message: messages.Snapshot) -> None:
+        self._board.stats = message.stats
+        self._board.stats_at = monotonic()
+
+    def _on_engine_failed(self, message: messages.EngineFailed) -> None:
+        self._capacity = None
+        for live in list(self._live.values()):
+            live.fail(ProtocolError("engine_failed", "the engine died while it worked on this request"))
+            self._flush(live)
+        self._board.fail(message.error, message.config_error)
+
+    def _on_engine_stopped(self, _: messages.EngineStopped) -> None:
+        self._board.set_phase("stopped")
+
+    def _on_drain(self, message: messages.Drain) -> None:
+        self._draining = True
+        if self._board.phase == "ready":
+            self._board.set_phase("draining")
+        self.send("decode", message)
+
+    def _on_tokens(self, message: messages.Tokens) -> None:
+        for item in message.items:
+            live = self._live.get(item.rid)
+            if live is None:
+                continue
+            was_stopped = live.stopped
+            live.token(item)
+            if live.stopped and not was_stopped:
+                self.send("decode", messages.Cancel(rid=item.rid, reason="stop"))
+            self._flush(live)
+
+    def _on_parking(self, rid: int, event: Any) -> None:
+        live = self._live.get(rid)
+        if live is not None:
+            event(live)
+            self._flush(live)
+
+    def _on_finished(self, message: messages.Finished) -> None:
+        live = self._live.get(message.rid)
+        if live is not None:
+            live.finish(message)
+            self._flush(live)
+
+    # --- clients ----------------------------------------------------------------------------------------------
+
+    def on_socket(self, socket: zmq.Socket) -> None:
+        for identity, *frames in client_port.receive(socket, CLIENT_MESSAGES_PER_TURN):
+            self.progress += 1
+            route = Route(identity, is_req(frames))
+            try:
+                op = decode_request(frames, self._limits)
+                self._ops[type(op)](route, op)
+            except ProtocolError as error:
+                self._answer(route, encode_error(error))
+
+    def _reply(self, route: Route, op: str, id: RequestId | None, data: Mapping[str, Any]) -> None:
+        self._answer(route, encode_reply(op, id, data))
+
+    def _answer(self, route: Route, payload: bytes) -> None:
+        """One-answer calls keep nothing for a client that does not read: it can ask again."""
+        if client_port.send(self._clients, route.frames(payload)) is Delivery.GONE:
+            self._client_gone(route.identity)
+
+    def _models(self, route: Route, op: Models) -> None:
+        entry = {"id": self._model, "ready": self._capacity is not None}
+        if self._capacity is not None:
+            entry["context"] = self._capacity.context
+        self._reply(route, "models", op.id, {"models": [entry]})
+
+    def _tokenize(self, route: Route, op: Tokenize) -> None:
+        ids = self._encode(op.id, op.text, op.messages, op.add_special_tokens)
+        self._reply(route, "tokenize", op.id, {"ids": ids, "count": len(ids)})
+
+    def _detokenize(self, route: Route, op: Detokenize) -> None:
+        text = self._tokenizer.decode(op.ids.tolist(), op.skip_special_tokens)
+        self._reply(route, "detokenize", op.id, {"text": text})
+
+    def _encode(self, id: RequestId | None, text: str | None, chat: Any, add_special: bool) -> list[int]:
+        if text is not None:
+            return self._tokenizer.encode(text, add_special)
+        try:
+            return self._tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat])
+        except ChatTemplateError as error:
+            raise ProtocolError("chat_template", str(error), field="messages", id=id) from error
+
+    def _cancel(self, route: Route, op: Cancel) -> None:
+        """Legal at any time and any number of times. The stream answers with its terminal event; the reply says whether
+        there was a stream."""
+        rid = self._by_stream.get((route.identity, op.id))
+        if rid is not None:
+            self.send("decode", messages.Cancel(rid=rid))
+        self._reply(route, "cancel", op.id, {"found": rid is not None})
+
+    # --- generate ---------------------------------------------------------------------------------------------
+
+    def _generate(self, route: Route, op: Generate) -> None:
+        capacity = self._check_open(route, op)
+        prompt = self._prompt_ids(op)
+        params = self._params(op, len(prompt), capacity)
+        live = self._make_live(route, op, prompt, params)
+        self.send(
+            "decode", messages.Submit(rid=live.rid, prompt=live.prompt, params=params, priority=op.priority)
+        )
+        live.accept()
+        self._flush(live)
+
+    def _check_open(self, route: Route, op: Generate) -> Capacity:
+        """Refuse what need not be looked at closer."""
+        if self._draining:
+            raise ProtocolError("shutting_down", "the daemon is stopping and takes no new requests", id=op.id)
+        if self._capacity is None:
+            raise ProtocolError("not_ready", f"the engine is {self._board.phase}", id=op.id)
+        if (route.identity, op.id) in self._by_stream:
+            message = f"id: a stream with the id {op.id!r} is live on this connection"
+            raise ProtocolError("duplicate_id", message, field="id", value=repr(op.id), id=op.id)
+        if op.model is not None and op.model != self._model:
+            raise ProtocolError(
+                "unknown_model",
+                f"model: {op.model!r} is not served here; this daemon serves {self._model!r}",
+                field="model",
+                value=op.model,
+                allowed=self._model,
+                id=op.id,
+            )
+        if len(self._live) >= self._max_queue:
+            raise ProtocolError(
+                "queue_full", f"{len(self._live)} requests are live, the limit is {self._max_queue}", id=op.id
+            )
+        return self._capacity
+
+    def _prompt_ids(self, op: Generate) -> np.ndarray:
+        if op.prompt_ids is not None:
+            return op.prompt_ids
+        ids = self._encode(op.id, op.prompt, op.messages, op.add_special_tokens)
+        if not ids:
+            field = "prompt" if op.prompt is not None else "messages"
+            raise ProtocolError("invalid_value", f"{field}: it has no tokens", field=field, value="0 tokens", id=op.id)
+        return np.asarray(ids, dtype="<i4")
+
+    def _params(self, op: Generate, prompt_tokens: int, capacity: Capacity) -> messages.SamplingParams:
+        """Refuses what could not run alone on an empty pool, with the numbers. Without `max_new_tokens` a request may go
+        on to the end of what fits."""
+        room = min(capacity.context, capacity.tokens + 1) - prompt_tokens
+        params = to_sampling_params(
+            op, self._tokenizer.generation_defaults, secrets.randbelow(MAX_INTEGER), max(1, room)
+        )
+        total = prompt_tokens + params.max_new_tokens
+        if total > capacity.context:
+            raise self._too_long("context_exceeded", op.id, prompt_tokens, params, "context", capacity.context)
+        if blocks_for(total - 1, capacity.block_size) > capacity.num_blocks:
+            raise self._too_long("kv_capacity_exceeded", op.id, prompt_tokens, params, "KV pool", capacity.tokens)
+        if params.min_new_tokens > params.max_new_tokens:
+            raise ProtocolError(
+                "conflict",
+                f"min_new_tokens: {params.min_new_tokens} is over the {params.max_new_tokens} new tokens that fit",
+                field="min_new_tokens",
+                id=op.id,
+            )
+        return params
+
+    def _too_long(
+        self, code: str, id: RequestId, prompt: int, params: messages.SamplingParams, what: str, limit: int
+    ) -> ProtocolError:
+        return ProtocolError(
+            code,
+            f"prompt of {prompt} tokens + {params.max_new_tokens} new tokens = {prompt + params.max_new_tokens}, but the "
+            f"{what} holds {limit} tokens",
+            field="max_new_tokens" if prompt < limit else "prompt",
+            value=str(prompt + params.max_new_tokens),
+            allowed=f"at most {limit} tokens together",
+            id=id,
+            details={"prompt_tokens": prompt, "max_new_tokens": params.max_new_tokens, "limit": limit},
+        )
+
+    def _make_live(
+        self, route: Route, op: Generate, prompt: np.ndarray, params: messages.SamplingParams
+    ) -> LiveRequest:
+        silent = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        live = LiveRequest(
+            rid=self._next_rid,
+            route=route,
+            client_id=op.id,
+            model=self._model,
+            prompt=prompt.astype("<i4", copy=False).tobytes(),
+            params=params,
+            stream=op.stream,
+            silent_ids=silent,
+            detokenizer=IncrementalDetokenizer(self._tokenizer.decode, self._byte_ids),
+            stops=StopMatcher(op.stop),
+        )
+        self._next_rid += 1
+        self._live[live.rid] = live
+        self._by_stream[(route.identity, op.id)] = live.rid
+        if op.deadline_ms is not None:
+            heapq.heappush(self._deadlines, (monotonic() + op.deadline_ms / 1000, live.rid))
+        return live
+
+    # --- sending ----------------------------------------------------------------------------------------------
+
+    def _flush(self, live: LiveRequest) -> None:
+        """Send what waits for this client, as far as it reads."""
+        while (payload := live.next_event()) is not None:
+            delivery = client_port.send(self._clients, live.route.frames(payload))
+            if delivery is Delivery.FULL:
+                self._block(live)
+                return
+            if delivery is Delivery.GONE:
+                self._client_gone(live.route.identity)
+                return
+            live.sent()
+        live.blocked = False
+        self._blocked.pop(live.rid, None)
+        if live.delivered:
+            self._forget(live)
+
+    def _block(self, live: LiveRequest) -> None:
+        live.blocked = True
+        self._blocked.setdefault(live.rid, monotonic())
+        if live.too_far_behind and not live.over:
+            live.drop_pending_tokens()
+            self.send("decode", messages.Cancel(rid=live.rid, reason="slow_consumer"))
+
+    def _client_gone(self, identity: bytes) -> None:
+        for live in [live for live in self._live.values() if live.route.identity == identity]:
+            if not live.over:
+                self.send("decode", messages.Cancel(rid=live.rid))
+            self._forget(live)
+
+    def _forget(self, live: LiveRequest) -> None:
+        self._live.pop(live.rid, None)
+        self._by_stream.pop((live.route.identity, live.client_id), None)
+        self._blocked.pop(live.rid, None)
+
+    def work(self) -> bool:
+        now = monotonic()
+        for rid, since in list(self._blocked.items()):
+            live = self._live.get(rid)
+            if live is None:
+                continue
+            if live.over and now - since > GIVE_UP_SECONDS:
+                self._client_gone(live.route.identity)
+            else:
+                self._flush(live)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, rid = heapq.heappop(self._deadlines)
+            if rid in self._live:
+                self.send("decode", messages.Cancel(rid=rid, reason="deadline_exceeded"))
+        self._board.front = {"live": len(self._live), "blocked_clients": len(self._blocked)}
+        return False
+
+    def poll_timeout_ms(self) -> int:
+        if self._blocked:
+            return RETRY_BLOCKED_MS
+        if self._deadlines:
+            return max(0, min(IDLE_MS, int((self._deadlines[0][0] - monotonic()) * 1000) + 1))
+        return IDLE_MS

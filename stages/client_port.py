@@ -1,0 +1,61 @@
+"""The ROUTER socket that clients talk to: bounded reads, sends that never block and never lose silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+import zmq
+
+MAX_FRAMES = 4
+"""Identity, the empty frame of a REQ, a map and raw ids."""
+HIGH_WATER_MARK = 1000
+"""Events that libzmq queues for one client before a send says FULL."""
+
+
+class Delivery(Enum):
+    SENT = "sent"
+    FULL = "full"
+    """The client does not read: keep the event and try again."""
+    GONE = "gone"
+    """The client is not there any more."""
+
+
+def configure(socket: zmq.Socket, max_frame_bytes: int) -> None:
+    """The options of a client-facing ROUTER, each for the reason given in docs/protocol.md. Before bind."""
+    socket.set_hwm(HIGH_WATER_MARK)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, 6000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+    socket.setsockopt(zmq.LINGER, 2000)
+
+
+def receive(socket: zmq.Socket, limit: int) -> Iterator[list[bytes]]:
+    """Up to `limit` waiting messages, each cut to MAX_FRAMES + 1 frames however many were sent."""
+    for _ in range(limit):
+        frames: list[bytes] = []
+        try:
+            frames.append(socket.recv(zmq.DONTWAIT))
+        except zmq.Again:
+            return
+        while socket.getsockopt(zmq.RCVMORE):
+            frame = socket.recv()
+            if len(frames) <= MAX_FRAMES:
+                frames.append(frame)
+        yield frames
+
+
+def send(socket: zmq.Socket, frames: list[bytes]) -> Delivery:
+    try:
+        socket.send_multipart(frames, zmq.DONTWAIT)
+    except zmq.Again:
+        return Delivery.FULL
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return Delivery.GONE
+        raise
+    return Delivery.SENT
