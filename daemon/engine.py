@@ -95,18 +95,18 @@ class Engine:
         """Cuts what still runs and ends every thread. Raises EngineError when one does not end."""
         self.client.close()
         self._outbox.send(encode(Drain(now=True)))
-        stages = [self.admission, *self.host.stages]
-        ended = self.host.join(STOP_SECONDS)
+        ended = self.host.wait(STOP_SECONDS)
+        failure = self.host.failure()
+        if failure is not None:
+            self.host.halt(self.context, self.topology)
         self._outbox.send(encode(Halt()))
-        ended = self.admission.join(STOP_SECONDS) and ended
-        self._outbox.close(linger=0)
-        if not ended:
-            alive = [stage.name for stage in stages if not stage.join(0)]
+        if not (self.admission.join(STOP_SECONDS) and ended):
+            alive = [stage.name for stage in (self.admission, *self.host.stages) if not stage.join(0)]
             raise EngineError(f"stages did not end within {STOP_SECONDS:.0f} s: {', '.join(alive)}")
+        self._outbox.close(linger=0)
         self.context.term()
-        died = [stage for stage in stages if stage.failure is not None]
-        if died:
-            raise EngineError(f"stage {died[0].name} died: {died[0].failure!r}") from died[0].failure
+        if failure is not None:
+            raise EngineError(f"a stage died: {failure!r}") from failure
 
     def __enter__(self) -> Engine:
         return self

@@ -20,7 +20,7 @@ from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.pool import KVPool
 from deepinfer.stages.memory.residency import Residency
 from deepinfer.stages.memory.sizes import blocks_for
-from deepinfer.stages.messages import SamplingParams, Submit
+from deepinfer.stages.messages import Halt, SamplingParams, Submit, encode
 from deepinfer.stages.model import Executor, load_model, open_checkpoint, resolve_model
 from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.sampler import Sampler
@@ -28,9 +28,11 @@ from deepinfer.stages.offload import CopyRows, OffloadStage, copy_rows
 from deepinfer.stages.prefill import PrefillStage
 from deepinfer.stages.request import Request
 from deepinfer.stages.runner import ModelRunner, Span
-from deepinfer.stages.stage import Stage
+from deepinfer.stages.stage import Stage, monotonic
 
 Progress = Callable[[str, int, int], None]
+
+POLL_SECONDS = 0.1
 
 
 class Vocabulary(NamedTuple):
@@ -142,8 +144,27 @@ class EngineHost:
         runner.run([Span(request, rows, 1, True)])
         self.pool.data[: request.num_blocks].zero_()
 
-    def join(self, timeout: float | None = None) -> bool:
-        return all(stage.join(timeout) for stage in self.stages)
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until every stage has ended, or one has died: then True. False after `seconds`."""
+        give_up = None if seconds is None else monotonic() + seconds
+        while not all(stage.join(POLL_SECONDS) for stage in self.stages):
+            if self.failure() is not None:
+                return True
+            if give_up is not None and monotonic() > give_up:
+                return False
+        return True
+
+    def failure(self) -> BaseException | None:
+        return next((stage.failure for stage in self.stages if stage.failure is not None), None)
+
+    def halt(self, context: zmq.Context, topology: Topology) -> None:
+        """End every stage without waiting for the others: for when one of them has died."""
+        for stage in self.stages:
+            socket = context.socket(zmq.PUSH)
+            socket.connect(getattr(topology, stage.name))
+            socket.send(encode(Halt()))
+            stage.join()
+            socket.close(linger=0)
 
     def summary(self) -> dict[str, Any]:
         """What `start` prints and `status` shows: effective values, not wished ones."""

@@ -96,8 +96,14 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
         link.send(EngineFailed(error=f"the engine cannot start: {error!r}"))
         return 1
     link.send(EngineReady(summary=host.summary()))
-    host.join()
-    return 1 if any(stage.failure for stage in host.stages) else 0
+    host.wait()
+    failure = host.failure()
+    if failure is not None:
+        link.send(EngineFailed(error=f"the engine died: {failure!r}"))
+        link.close()
+        context.destroy(linger=2000)
+        os._exit(1)  # Threads of the other stages may be anywhere; nothing of theirs is worth waiting for.
+    return 0
 
 
 def _watch_front(lines: list[bytes], arrived: threading.Event) -> None:

@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t"):
 # admission -> decode
 
 
-class Submit(Message, tag="submit"):
+class Submit(Message, frozen=True, tag="submit"):
     rid: int
     prompt: bytes
     """int32, little endian. Raw bytes, because a list of 4,096 ids costs 200 times as much to decode."""
@@ -49,14 +49,14 @@ class Submit(Message, tag="submit"):
     priority: int = 0
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     """Legal in every state, any number of times. `reason` is the finish reason that `Finished` will carry."""
 
     rid: int
     reason: str = "cancelled"
 
 
-class Drain(Message, tag="drain"):
+class Drain(Message, frozen=True, tag="drain"):
     """Stop the engine: at once, or when every request has ended."""
 
     now: bool = False
@@ -73,7 +73,7 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Tokens(Message, tag="tokens"):
+class Tokens(Message, frozen=True, tag="tokens"):
     """All tokens of one decode step (or of one prefill chunk) in one message."""
 
     items: list[TokenItem]
@@ -91,7 +91,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     parks: int = 0
 
 
-class Finished(Message, tag="finished"):
+class Finished(Message, frozen=True, tag="finished"):
     """The one terminal message of a request. When reason is "error", `code` is one of `protocol_errors` and `error` says
     more."""
 
@@ -103,38 +103,38 @@ class Finished(Message, tag="finished"):
     timings: Timings = Timings()
 
 
-class Preempted(Message, tag="preempted"):
+class Preempted(Message, frozen=True, tag="preempted"):
     rid: int
 
 
-class Resumed(Message, tag="resumed"):
+class Resumed(Message, frozen=True, tag="resumed"):
     rid: int
 
 
-class Snapshot(Message, tag="snapshot"):
+class Snapshot(Message, frozen=True, tag="snapshot"):
     """Counters and gauges of the engine, sent several times a second."""
 
     stats: dict
 
 
-class EngineReady(Message, tag="ready"):
+class EngineReady(Message, frozen=True, tag="ready"):
     summary: dict
 
 
-class LoadProgress(Message, tag="progress"):
+class LoadProgress(Message, frozen=True, tag="progress"):
     what: str
     done: int
     total: int
 
 
-class EngineFailed(Message, tag="failed"):
+class EngineFailed(Message, frozen=True, tag="failed"):
     """The engine cannot start or cannot go on. `config_error` is true when the user can mend it."""
 
     error: str
     config_error: bool = False
 
 
-class EngineStopped(Message, tag="stopped"):
+class EngineStopped(Message, frozen=True, tag="stopped"):
     pass
 
 
@@ -150,13 +150,13 @@ class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
     last: bool
 
 
-class PrefillChunk(Message, tag="chunk"):
+class PrefillChunk(Message, frozen=True, tag="chunk"):
     """While it is out, prefill alone writes the blocks of these requests."""
 
     items: list[ChunkItem]
 
 
-class ChunkDone(Message, tag="chunk_done"):
+class ChunkDone(Message, frozen=True, tag="chunk_done"):
     """`sampled` holds the first token of each request whose prompt is now complete."""
 
     items: list[ChunkItem]
@@ -169,14 +169,14 @@ class ChunkDone(Message, tag="chunk_done"):
 # decode <-> offload
 
 
-class SwapOut(Message, tag="swap_out"):
+class SwapOut(Message, frozen=True, tag="swap_out"):
     """Copy these blocks out. Decode keeps them untouched until the answer, then frees them."""
 
     rid: int
     blocks: list[int]
 
 
-class SwapOutDone(Message, tag="swap_out_done"):
+class SwapOutDone(Message, frozen=True, tag="swap_out_done"):
     """`error` is empty when the payload is safe; else nothing was kept and the blocks still hold the request."""
 
     rid: int
@@ -188,14 +188,14 @@ class SwapOutDone(Message, tag="swap_out_done"):
     """True when the byte budget refused it, False with an error when the copy failed."""
 
 
-class SwapIn(Message, tag="swap_in"):
+class SwapIn(Message, frozen=True, tag="swap_in"):
     """Copy the payload back into these blocks; the payload is dropped when it has arrived."""
 
     rid: int
     blocks: list[int]
 
 
-class SwapInDone(Message, tag="swap_in_done"):
+class SwapInDone(Message, frozen=True, tag="swap_in_done"):
     rid: int
     bytes: int = 0
     copies: int = 0
@@ -203,13 +203,13 @@ class SwapInDone(Message, tag="swap_in_done"):
     error: str = ""
 
 
-class DropPayload(Message, tag="drop"):
+class DropPayload(Message, frozen=True, tag="drop"):
     """The request ended while it was swapped out."""
 
     rid: int
 
 
-class Halt(Message, tag="halt"):
+class Halt(Message, frozen=True, tag="halt"):
     """A stage ends its loop."""
 
 

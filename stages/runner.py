@@ -42,7 +42,7 @@ class ModelRunner:
         """One forward pass over all spans; an outcome for each that samples, and for each that failed."""
         forward = build_batch(spans)
         logits = self.executor.forward(forward)
-        broken = self._broken_spans(spans)
+        broken = _broken_spans(spans, forward.attention.nonfinite_rows)
         sampling = [span for span in spans if span.sample]
         sampled = self.sampler.sample(logits, [_sample_row(span.request) for span in sampling]) if sampling else []
         outcomes = [
@@ -53,17 +53,18 @@ class ModelRunner:
         outcomes.extend(Outcome(rid, None, error) for rid, error in broken.items())
         return outcomes
 
-    def _broken_spans(self, spans: Sequence[Span]) -> dict[int, str]:
-        rows = self.executor.nonfinite_rows()
-        if not rows.any():
-            return {}
-        broken = {}
-        first = 0
-        for span in spans:
-            if rows[first : first + span.count].any():
-                broken[span.request.rid] = "the model produced keys or values that are not finite"
-            first += span.count
+
+def _broken_spans(spans: Sequence[Span], nonfinite: np.ndarray) -> dict[int, str]:
+    """`nonfinite`: bool per row of the pass. Such keys or values were stored as zeros: nobody else is hurt."""
+    broken: dict[int, str] = {}
+    if not nonfinite.any():
         return broken
+    first = 0
+    for span in spans:
+        if nonfinite[first : first + span.count].any():
+            broken[span.request.rid] = "the model produced keys or values that are not finite"
+        first += span.count
+    return broken
 
 
 def build_batch(spans: Sequence[Span]) -> ForwardBatch:
