@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -152,7 +152,7 @@ def _folder(runtime_dir: Path | None) -> Path:
     return runtime_path(runtime_dir)
 
 
-def _fail(message: str, code: int) -> Any:
+def _fail(message: str, code: int) -> NoReturn:
     click.secho(f"error: {message}", err=True, fg="red")
     sys.exit(code)
 

@@ -65,9 +65,9 @@ class ControlStage(Stage):
             raise ProtocolError("malformed", f"a control request is a map of v, op, id and now: {error}") from error
         if request.v != 1:
             raise ProtocolError("unsupported_version", f"v: {request.v} is not spoken here, 1 is", field="v")
-        return encode_reply(request.op, request.id, self._run(request))
+        return encode_reply(request.op, request.id, self._perform(request))
 
-    def _run(self, request: ControlRequest) -> dict[str, Any]:
+    def _perform(self, request: ControlRequest) -> dict[str, Any]:
         if request.op == "status":
             return self._board.status()
         if request.op == "ping":

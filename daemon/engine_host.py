@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -52,7 +53,11 @@ class EngineHost:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         config.check()
         self.config = config
-        configure_threads(config.threads)
+        self.threads = config.threads or len(os.sched_getaffinity(0))
+        try:
+            configure_threads(self.threads)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         checkpoint = open_checkpoint(resolve_model(config.model))
         model_config = checkpoint.config
         self.max_context = min(config.max_context or model_config.max_context, model_config.max_context)
@@ -95,7 +100,8 @@ class EngineHost:
         config, model_config = self.config, self.model.config
         valid = min(vocabulary.num_valid_tokens, model_config.vocab_size)
         eos = frozenset(model_config.eos_token_ids) | frozenset(vocabulary.eos_token_ids)
-        runner = ModelRunner(self.executor, Sampler(model_config.vocab_size, valid, eos))
+        sampler = Sampler(model_config.vocab_size, valid, eos)
+        runner = ModelRunner(self.executor, sampler, lambda: configure_threads(self.threads))
         residency = Residency(
             BlockLedger(self.plan.num_blocks),
             config.block_size,

@@ -24,6 +24,8 @@ from deepinfer.stages.messages import EngineFailed, EngineReady, LoadProgress, M
 from deepinfer.stages.model.errors import ModelError
 
 PROGRESS_SECONDS = 0.05
+LAST_WORDS_SECONDS = 0.2
+"""What was sent last is on its way over ipc; the process must not be gone before it."""
 ORPHANED = 3
 """Exit code when the front went away."""
 
@@ -60,6 +62,7 @@ def vocabulary_line(num_valid_tokens: int, eos_token_ids: Any) -> bytes:
 
 
 def main() -> int:
+    """Returns the exit code; the caller leaves without waiting for threads, which may be anywhere."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
@@ -69,41 +72,37 @@ def main() -> int:
     context = zmq.Context()
     link = FrontLink(context, topology.admission)
     try:
-        return _serve(config, topology, context, link)
+        _serve(config, topology, context, link)
+    except (ConfigError, ModelError) as error:
+        link.send(EngineFailed(error=str(error), config_error=True))
+        return 1
+    except Exception as error:  # noqa: BLE001 - the top of a process: the front must hear of it
+        logging.exception("the engine died")
+        link.send(EngineFailed(error=f"the engine died: {error!r}"))
+        return 1
     finally:
         link.close()
-        context.term()
+        time.sleep(LAST_WORDS_SECONDS)
+    return 0
 
 
-def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link: FrontLink) -> int:
+def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link: FrontLink) -> None:
     lines: list[bytes] = []
     arrived = threading.Event()
     threading.Thread(target=_watch_front, args=(lines, arrived), daemon=True).start()
     link.progress("importing torch", 0, 0)
     from deepinfer.daemon.engine_host import EngineHost, Vocabulary
 
-    try:
-        host = EngineHost(config, link.progress)
-        link.progress("compiling kernels", 0, 0)
-        host.warm_up()
-        arrived.wait()
-        host.start(context, topology, Vocabulary(**json.loads(lines[0])))
-    except (ConfigError, ModelError) as error:
-        link.send(EngineFailed(error=str(error), config_error=True))
-        return 1
-    except (MemoryError, RuntimeError, OSError) as error:
-        logging.exception("the engine cannot start")
-        link.send(EngineFailed(error=f"the engine cannot start: {error!r}"))
-        return 1
+    host = EngineHost(config, link.progress)
+    link.progress("compiling kernels", 0, 0)
+    host.warm_up()
+    arrived.wait()
+    host.start(context, topology, Vocabulary(**json.loads(lines[0])))
     link.send(EngineReady(summary=host.summary()))
     host.wait()
     failure = host.failure()
     if failure is not None:
-        link.send(EngineFailed(error=f"the engine died: {failure!r}"))
-        link.close()
-        context.destroy(linger=2000)
-        os._exit(1)  # Threads of the other stages may be anywhere; nothing of theirs is worth waiting for.
-    return 0
+        raise failure
 
 
 def _watch_front(lines: list[bytes], arrived: threading.Event) -> None:
@@ -115,4 +114,6 @@ def _watch_front(lines: list[bytes], arrived: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)

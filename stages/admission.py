@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +99,7 @@ class AdmissionStage(Stage):
         self._eos: frozenset[int] = frozenset(tokenizer.eos_token_ids)
         self._byte_ids = byte_fallback_ids(tokenizer.vocabulary())
         self._register_handlers()
-        self._ops = {
+        self._ops: dict[type, Callable[[Route, Any], None]] = {
             Generate: self._generate,
             Cancel: self._cancel,
             Tokenize: self._tokenize,

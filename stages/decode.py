@@ -85,6 +85,9 @@ class DecodeStage(Stage):
         self.on(SwapOutDone, self._on_swap_out_done)
         self.on(SwapInDone, self._on_swap_in_done)
 
+    def opened(self) -> None:
+        self._runner.prepare_thread()
+
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _on_submit(self, message: Submit) -> None:
@@ -210,7 +213,7 @@ class DecodeStage(Stage):
         for chunk in chunks:
             self._sync_table(chunk.rid)
         self._chunk_out = True
-        self.send("prefill", PrefillChunk(items=[ChunkItem(*chunk) for chunk in chunks]))
+        self.send("prefill", PrefillChunk(items=[ChunkItem(c.rid, c.start, c.count, c.last) for c in chunks]))
 
     def _carry_out(self, moves: Moves) -> None:
         for rid in moves.swap_out:

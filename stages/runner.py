@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from deepinfer.stages.model.sampler import Sampled, Sampler, SampleRow
 from deepinfer.stages.request import Request
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """Rows [start, start + count) of a request's tokens; with `sample`, the last of them yields a token."""
 
     request: Request
@@ -34,9 +36,13 @@ class Outcome(NamedTuple):
 class ModelRunner:
     """Stateless between calls. Shared by decode and prefill; on the CPU never called by both at once."""
 
-    def __init__(self, executor: Executor, sampler: Sampler) -> None:
+    def __init__(
+        self, executor: Executor, sampler: Sampler, prepare_thread: Callable[[], None] = lambda: None
+    ) -> None:
         self.executor = executor
         self.sampler = sampler
+        self.prepare_thread = prepare_thread
+        """To be called once by every thread that runs it: numba counts its threads per calling thread."""
 
     def run(self, spans: Sequence[Span]) -> list[Outcome]:
         """One forward pass over all spans; an outcome for each that samples, and for each that failed."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
 PIECE_BYTES = 64 << 20
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Copy:
     """`count` neighbouring pool rows from `block` on, and as many neighbouring arena rows from `row` on."""
 
     block: int
@@ -67,7 +68,7 @@ class HostArena:
                 and row == last.row + last.count
                 and row % self.rows_per_piece != 0
             ):
-                copies[-1] = last._replace(count=last.count + 1)
+                copies[-1] = replace(last, count=last.count + 1)
             else:
                 copies.append(Copy(block, row, 1))
         return copies

@@ -77,7 +77,8 @@ class ResidencyConfig:
     """Without room on the host, drop a victim's blocks and compute them again later."""
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """Rows [start, start + count) of a request's tokens; `last` when its prompt is complete with them."""
 
     rid: int
