@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +11,12 @@ from deepinfer.stages.model.gguf_codes import GROUP, READERS
 from deepinfer.stages.model.source import TensorHeader
 
 DTYPES = ("auto", "fp32", "bf16")
+FUSED = (
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+)
+"""Matrices of one layer that are multiplied as one."""
+_IN_LAYER = re.compile(r"(.*layers\.\d+\.)(.+)")
 _FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -40,16 +48,28 @@ def choose_dtype(requested: str, headers: Mapping[str, TensorHeader]) -> str:
 
 
 def weight_bytes(headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool) -> int:
-    """Bytes in memory. W4A16 keeps half a byte a weight and two bf16 numbers a group; vectors stay fp32."""
-    total = 0.0
-    for header in headers.values():
-        count = 1
-        for extent in header.shape:
-            count *= extent
-        if len(header.shape) == 1 or dtype == "fp32":
-            total += 4 * count
-        elif header.dtype in READERS:
-            total += count * (0.5 + 4 / GROUP + (2 if bf16_copies else 0))
-        else:
-            total += 2 * count
-    return int(total)
+    """Bytes in memory of what `load_model` makes of these tensors; norms are fp32, biases of the compute dtype."""
+    return sum(_bytes_of(name, headers, dtype, bf16_copies) for name in headers)
+
+
+def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool) -> int:
+    shape = headers[name].shape
+    count = math.prod(shape)
+    if dtype == "fp32" or (len(shape) == 1 and name.endswith("weight")):
+        return 4 * count
+    if len(shape) == 2 and is_packed(name, headers):
+        scales_and_zeros = 4 * (count // GROUP)
+        return count // 2 + scales_and_zeros + (2 * count if bf16_copies else 0)
+    return 2 * count
+
+
+def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:
+    """Whether a matrix keeps its 4-bit codes in bf16 compute: all that is fused with it must have codes as well.
+    Embedding and head are always dense.
+    """
+    match = _IN_LAYER.fullmatch(name)
+    if match is None:
+        return False
+    prefix, part = match.groups()
+    together = next((group for group in FUSED if part in group), (part,))
+    return all(headers[prefix + member].dtype in READERS for member in together)

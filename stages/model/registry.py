@@ -20,10 +20,10 @@ def resolve_model(name_or_path: str | Path) -> Path:
     Accepts an existing path, an alias ("smollm2-135m"), "org/name" (safetensors) and "org/name:file.gguf".
     Raises ModelNotFoundError that says what would be right.
     """
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path.resolve()
     name = str(name_or_path)
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return path.resolve()
     if name in ALIASES:
         return obtain(name, ALIASES[name])
     match = _HUB_ID.fullmatch(name)

@@ -47,6 +47,10 @@ class Tokenizer:
         self.generation_defaults: dict[str, float] = facts.generation_defaults
         """Sampling fields of generation_config.json; empty when it asks for greedy decoding."""
 
+    def vocabulary(self) -> dict[str, int]:
+        """Token to id."""
+        return self._inner.get_vocab()
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)

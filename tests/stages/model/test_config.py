@@ -1,0 +1,117 @@
+"""Configurations read as transformers reads them, RoPE frequencies included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.config_hf import config_from_folder, config_from_json
+from deepinfer.stages.model.precision import choose_dtype, has_fast_bf16
+from deepinfer.stages.model.rope import inverse_frequencies, rope_tables
+from deepinfer.stages.model.source import TensorHeader
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SIZES = {"hidden_size": 256, "num_attention_heads": 32, "num_hidden_layers": 4, "vocab_size": 100}
+
+
+def _read(**raw: Any) -> ModelConfig:
+    generation = raw.pop("generation", {})
+    return config_from_json({"intermediate_size": 64, **SIZES, **raw}, generation, "config.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_are_left_out_have_the_defaults_of_transformers(family: str) -> None:
+    ours, theirs = _read(model_type=family), AutoConfig.for_model(family, **SIZES)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.max_context == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
+    window = getattr(theirs, "sliding_window", None) or 0
+    assert ours.windows == (window,) * 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("style", ["rope_scaling", "rope_scaling with type", "rope_parameters"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+        {"rope_type": "yarn", "factor": 8.0},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+)
+def test_frequencies_are_those_of_transformers_in_old_and_new_spelling(
+    family: str, style: str, scaling: dict[str, Any]
+) -> None:
+    theta, context = 500000.0, 32768
+    if style == "rope_parameters":
+        raw: dict[str, Any] = {"rope_parameters": {**scaling, "rope_theta": theta}}
+    else:
+        renamed = {
+            ("type" if k == "rope_type" and "type" in style.split() else k): v for k, v in scaling.items()
+        }
+        raw = {"rope_scaling": renamed, "rope_theta": theta}
+    ours = _read(model_type=family, head_dim=128, max_position_embeddings=context, **raw)
+    parameters = {**scaling, "rope_theta": theta}
+    theirs = AutoConfig.for_model(
+        family, **SIZES, head_dim=128, max_position_embeddings=context, rope_parameters=parameters
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
+    assert torch.equal(inverse_frequencies(ours.rope, 128), frequencies)
+    assert ours.rope.attention_factor == pytest.approx(factor, abs=1e-9)
+    cos, sin = rope_tables(ours.rope, 128, 300)
+    angles = 299 * frequencies
+    assert torch.allclose(cos[299], angles.cos() * factor, atol=1e-6)
+    assert torch.allclose(sin[299], angles.sin() * factor, atol=1e-6)
+
+
+def test_end_tokens_come_from_both_files_as_one_id_or_a_list() -> None:
+    assert _read(model_type="qwen2", eos_token_id=5).eos_token_ids == (5,)
+    assert _read(model_type="llama", generation={"eos_token_id": [7, 9]}).eos_token_ids == (7, 9, 2)
+    both = _read(model_type="llama", eos_token_id=[9, 3], generation={"eos_token_id": 9})
+    assert both.eos_token_ids == (9, 3)
+    assert _read(model_type="llama", eos_token_id=None).eos_token_ids == ()
+
+
+def test_a_configuration_saved_by_transformers_is_read_from_its_folder(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3", **SIZES, intermediate_size=64, eos_token_id=4).save_pretrained(
+        str(tmp_path)
+    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 6]}))
+    config = config_from_folder(tmp_path)
+    assert (config.family, config.qk_norm, config.head_dim, config.eos_token_ids) == (
+        "qwen3",
+        True,
+        128,
+        (4, 6),
+    )
+
+
+def _headers(*dtypes: str) -> dict[str, TensorHeader]:
+    return {str(i): TensorHeader((8, 8), dtype, 0) for i, dtype in enumerate(dtypes)}
+
+
+def test_the_compute_dtype_follows_the_weights_and_the_processor() -> None:
+    assert choose_dtype("auto", _headers("F32", "F32")) == "fp32"
+    assert choose_dtype("auto", _headers("Q4_1", "Q8_0")) == "bf16"
+    assert choose_dtype("auto", _headers("BF16")) == ("bf16" if has_fast_bf16() else "fp32")
+    assert choose_dtype("fp32", _headers("Q4_1")) == "fp32"
+    with pytest.raises(ValueError, match="dtype 'fp16' is unknown; known: auto, fp32, bf16"):
+        choose_dtype("fp16", {})

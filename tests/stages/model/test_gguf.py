@@ -1,0 +1,300 @@
+"""GGUF files: header, types, kept 4-bit codes, row order, RoPE metadata, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from deepinfer.stages.model import (
+    Checkpoint,
+    CheckpointError,
+    UnsupportedModelError,
+    load_model,
+    open_checkpoint,
+)
+from deepinfer.stages.model.gguf_header import read_header
+from deepinfer.stages.model.gguf_source import SUPPORTED_TYPES
+from executor_runner import Runner
+from gguf_files import GGUFModelFile, gguf_name, interleaved, llama3_divisors, quantised
+from reference import teacher_forced_logits
+from test_parity import LINEAR, LLAMA3, YARN
+from tiny_checkpoints import random_ids, tiny_model
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+
+
+def _reference_dequantised(file: Path, name: str) -> torch.Tensor:
+    tensor = next(t for t in gguf.GGUFReader(str(file)).tensors if t.name == gguf_name(name))
+    dense = gguf.dequantize(tensor.data, tensor.tensor_type)
+    return torch.from_numpy(dense.reshape(tensor.shape[::-1].tolist()).copy())
+
+
+def test_the_header_reader_agrees_with_the_gguf_package_on_the_real_model(smollm2_path: Path) -> None:
+    ours, theirs = read_header(smollm2_path), gguf.GGUFReader(str(smollm2_path))
+    assert set(ours.tensors) == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        found = ours.tensors[tensor.name]
+        assert (found.offset, found.nbytes, found.type_id) == (
+            tensor.data_offset,
+            tensor.n_bytes,
+            tensor.tensor_type,
+        )
+        assert list(found.shape) == tensor.shape[::-1].tolist()
+    for key, field in theirs.fields.items():
+        if key.startswith("GGUF."):
+            continue
+        expected = field.contents()
+        strings = isinstance(expected, list) and isinstance(expected[0], str)
+        assert ours.metadata[key] == (len(expected) if strings else expected), key
+
+
+@pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
+def test_every_type_dequantises_to_exactly_what_the_gguf_package_gives(
+    type_name: str, tmp_path: Path
+) -> None:
+    model = tiny_model("qwen2", **WIDE)
+    file = GGUFModelFile(tmp_path / "m.gguf", model, "qwen2", type_name).write()
+    source = open_checkpoint(file).source
+    for name, header in source.headers.items():
+        assert header.dtype in (type_name, "F32")
+        assert torch.equal(source.read(name).float(), _reference_dequantised(file, name)), name
+
+
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q4_K"])
+def test_four_bit_codes_with_their_scales_are_exactly_the_dequantised_weights(
+    type_name: str, tmp_path: Path
+) -> None:
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("qwen2", **WIDE), "qwen2", type_name).write()
+    groups = open_checkpoint(file).source.read_int4(UP)
+    assert groups is not None
+    codes = groups.codes.reshape(512, -1, 32).astype(np.float32)
+    weights = codes * groups.scales[..., None] + groups.minima[..., None]
+    assert np.array_equal(weights.reshape(512, 256), _reference_dequantised(file, UP).numpy())
+
+
+@pytest.mark.parametrize(("type_name", "head", "size"), [("Q4_0", 2, 18), ("Q4_1", 4, 20)])
+def test_codes_are_the_nibbles_of_the_file(type_name: str, head: int, size: int, tmp_path: Path) -> None:
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("qwen2", **WIDE), "qwen2", type_name).write()
+    raw = next(t.data for t in gguf.GGUFReader(str(file)).tensors if t.name == gguf_name(UP))
+    groups = open_checkpoint(file).source.read_int4(UP)
+    assert groups is not None
+    for row, group in ((0, 0), (3, 5), (511, 7)):
+        block = raw[row, group * size + head : (group + 1) * size].tolist()
+        nibbles = [byte & 15 for byte in block] + [byte >> 4 for byte in block]
+        assert groups.codes[row, group * 32 : (group + 1) * 32].tolist() == nibbles
+
+
+def test_types_without_four_bit_groups_offer_no_codes(tmp_path: Path) -> None:
+    for type_name in ("Q8_0", "Q6_K", "F16"):
+        file = GGUFModelFile(tmp_path / type_name, tiny_model("qwen2", **WIDE), "qwen2", type_name).write()
+        assert open_checkpoint(file).source.read_int4(UP) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "overrides"),
+    [
+        ("llama", "llama", {}),
+        ("llama", "llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", "llama", {"tie_word_embeddings": True}),
+        ("mistral", "llama", {"sliding_window": None}),
+        ("qwen2", "qwen2", {}),
+        ("qwen3", "qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_a_float_file_gives_the_logits_of_the_model_it_came_from(
+    family: str, architecture: str, overrides: dict, tmp_path: Path
+) -> None:
+    model = tiny_model(family, **overrides)
+    file = GGUFModelFile(tmp_path / "m.gguf", model, architecture).write()
+    ids = random_ids(60)
+    loaded = load_model(open_checkpoint(file))
+    assert loaded.compute_dtype == "fp32"
+    got = Runner(loaded).feed({0: ids}, all_rows=True)
+    assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4
+
+
+def test_a_sliding_window_in_the_metadata_is_kept(tmp_path: Path) -> None:
+    model = tiny_model("mistral", sliding_window=20)
+    file = GGUFModelFile(tmp_path / "m.gguf", model, "llama")
+    file.writer.add_sliding_window(20)
+    ids = random_ids(60)
+    got = Runner(load_model(open_checkpoint(file.write()))).feed({0: ids}, all_rows=True)
+    assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4
+
+
+def test_rope_scaling_metadata_gives_the_logits_of_the_model_it_came_from(tmp_path: Path) -> None:
+    for rope in (LINEAR, YARN, LLAMA3):
+        model = tiny_model("llama", rope_parameters=rope)
+        file = GGUFModelFile(tmp_path / rope["rope_type"], model, "llama")
+        if rope is LLAMA3:
+            plain = rope["rope_theta"] ** -(np.arange(0, 32, 2) / 32)
+            file.tensors["rope_freqs.weight"] = (llama3_divisors(plain, rope), "F32")
+        else:
+            file.writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+            file.writer.add_rope_scaling_factor(rope["factor"])
+            file.writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 512))
+        checkpoint = open_checkpoint(file.write())
+        assert checkpoint.config.rope.rope_type == rope["rope_type"]
+        ids = random_ids(100)
+        got = Runner(load_model(checkpoint)).feed({0: ids}, all_rows=True)
+        assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4, rope
+
+
+@pytest.mark.parametrize("w4_prefill", ["bf16-copy", "int4"])
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q4_K"])
+def test_four_bit_files_run_packed_in_bf16_near_their_fp32_logits(
+    type_name: str, w4_prefill: str, tmp_path: Path
+) -> None:
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama", **WIDE), "llama", type_name).write()
+    packed = load_model(open_checkpoint(file), w4_prefill=w4_prefill)
+    assert packed.compute_dtype == "bf16"
+    assert all("packed int4" in linear.kind for layer in packed.layers for linear in layer.linears)
+    exact = load_model(open_checkpoint(file), dtype="fp32")
+    ids = random_ids(40)
+    expected = Runner(exact).feed({0: ids}, all_rows=True)
+    many = Runner(packed).feed({0: ids}, all_rows=True)
+    few = Runner(packed)
+    few_rows = torch.cat([few.feed({0: ids[at : at + 8]}, all_rows=True) for at in range(0, 40, 8)])
+    for got in (many, few_rows):
+        assert 0 < (got - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
+
+
+def test_a_mixed_file_keeps_codes_where_it_can_and_says_so(tmp_path: Path) -> None:
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama", **WIDE), "llama", "Q4_K")
+    name = "blk.0.ffn_down.weight"
+    file.tensors[name] = (quantised(np.zeros((256, 512), np.float32), "Q6_K"), "Q6_K")
+    name = "blk.1.attn_v.weight"
+    file.tensors[name] = (quantised(np.zeros((128, 256), np.float32), "Q6_K"), "Q6_K")
+    checkpoint = open_checkpoint(file.write())
+    model = load_model(checkpoint, w4_prefill="int4")
+    assert model.describe()["linears"] == {"w4a16 packed int4": 6, "dense bf16": 2}
+    assert checkpoint.weight_bytes_estimate == model.weight_bytes + _norm_bytes(checkpoint)
+
+
+def _norm_bytes(checkpoint: Checkpoint) -> int:
+    return sum(4 * header.shape[0] for header in checkpoint.source.headers.values() if len(header.shape) == 1)
+
+
+def test_the_estimate_of_weight_bytes_is_what_loading_takes(tmp_path: Path) -> None:
+    for type_name, dtype in (("F16", "bf16"), ("Q4_1", "fp32"), ("Q4_1", "bf16")):
+        path = tmp_path / f"{type_name}-{dtype}"
+        checkpoint = open_checkpoint(
+            GGUFModelFile(path, tiny_model("llama", **WIDE), "llama", type_name).write()
+        )
+        model = load_model(checkpoint, dtype=dtype, w4_prefill="int4")
+        assert checkpoint.estimate_weight_bytes(dtype) == model.weight_bytes + _norm_bytes(checkpoint)
+    checkpoint = open_checkpoint(path)
+    model = load_model(checkpoint, batch_invariant=False, w4_prefill="bf16-copy")
+    assert checkpoint.estimate_weight_bytes("auto", bf16_copies=True) == model.weight_bytes + _norm_bytes(
+        checkpoint
+    )
+
+
+def test_interleaving_is_undone_for_llama_alone(tmp_path: Path) -> None:
+    for family in ("llama", "qwen2"):
+        model = tiny_model(family)
+        source = open_checkpoint(GGUFModelFile(tmp_path / family, model, family).write()).source
+        stored = dict(model.named_parameters())[Q].detach()
+        assert torch.equal(source.read(Q), stored)
+    assert not np.array_equal(interleaved(stored.numpy(), 4), stored.numpy())
+
+
+def _llama_file(path: Path) -> GGUFModelFile:
+    return GGUFModelFile(path / "m.gguf", tiny_model("llama", **WIDE), "llama")
+
+
+def test_an_unsupported_type_is_refused_with_tensor_and_type(tmp_path: Path) -> None:
+    file = _llama_file(tmp_path)
+    file.tensors["blk.1.ffn_up.weight"] = (
+        gguf.quantize(np.ones((512, 256), np.float32), gguf.GGMLQuantizationType.Q5_0),
+        "Q5_0",
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"blk\.1\.ffn_up\.weight has type Q5_0; supported: F32, F16"
+    ):
+        open_checkpoint(file.write())
+
+
+def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama"), "gemma2").write()
+    with pytest.raises(
+        UnsupportedModelError, match="architecture 'gemma2' is not supported; supported: llama"
+    ):
+        open_checkpoint(file)
+
+
+def test_an_unsupported_rope_scaling_is_refused_by_name(tmp_path: Path) -> None:
+    file = _llama_file(tmp_path)
+    file.writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.type 'longrope' is not supported"):
+        open_checkpoint(file.write())
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    file = _llama_file(tmp_path)
+    file.writer.add_expert_count(8)
+    with pytest.raises(UnsupportedModelError, match="mixture of 8 experts"):
+        open_checkpoint(file.write())
+
+
+def test_stray_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    faults = {
+        r"stray tensor blk\.0\.attn_sinks\.weight": (
+            "blk.0.attn_sinks.weight",
+            (np.zeros(4, np.float32), "F32"),
+        ),
+        r"stray tensor model\.layers\.9\.mlp": (
+            "blk.9.ffn_up.weight",
+            (np.zeros((512, 256), np.float32), "F32"),
+        ),
+        r"norm\.weight has shape \[255\]": ("output_norm.weight", (np.zeros(255, np.float32), "F32")),
+        r"input_layernorm\.weight is missing": ("blk.1.attn_norm.weight", None),
+    }
+    for number, (message, (name, content)) in enumerate(faults.items()):
+        (tmp_path / str(number)).mkdir()
+        file = _llama_file(tmp_path / str(number))
+        if content is None:
+            del file.tensors[name]
+        else:
+            file.tensors[name] = content
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(file.write())
+
+
+@pytest.mark.parametrize("type_name", ["F32", "Q4_1", "Q8_0"])
+def test_a_non_finite_value_names_its_tensor(type_name: str, tmp_path: Path) -> None:
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama", **WIDE), "llama", type_name)
+    data = file.tensors["blk.1.ffn_up.weight"][0]
+    data.view(np.uint8).reshape(512, -1)[5, :4] = 0xFF
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        load_model(open_checkpoint(file.write()))
+
+
+def test_a_file_cut_anywhere_is_refused_and_never_crashes(tmp_path: Path) -> None:
+    whole = _llama_file(tmp_path).write().read_bytes()
+    cut = tmp_path / "cut.gguf"
+    header = read_header(tmp_path / "m.gguf").nbytes
+    for size in [5, 9, 24, *range(30, header, 97), header + 1, len(whole) - 1]:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            open_checkpoint(cut)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"GGML" + bytes(40), b"PK\x03\x04"):
+        (tmp_path / "x.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match="is no GGUF file"):
+            open_checkpoint(tmp_path / "x.gguf")
+
+
+def test_hostile_lengths_in_the_header_are_refused(tmp_path: Path) -> None:
+    start = b"GGUF" + (3).to_bytes(4, "little")
+    huge = (2**62).to_bytes(8, "little")
+    for content in (start + huge + huge, start + bytes(8) + (1).to_bytes(8, "little") + huge):
+        (tmp_path / "x.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match="cut or damaged"):
+            open_checkpoint(tmp_path / "x.gguf")
