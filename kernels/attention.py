@@ -1,18 +1,20 @@
-"""Paged attention: what a call needs, and the choice of an implementation. The choice is made once, never per call."""
+"""Paged attention: what a call needs, and the choice of an implementation. The choice is made once, never per
+call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
+from deepinfer.kernels.attention_batch import AttentionBatch
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 
 ATTENTION_BACKENDS = ("auto", "numba", "reference")
+
+__all__ = ["ATTENTION_BACKENDS", "AttentionBatch", "AttentionSpec", "PagedAttention", "make_attention"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class AttentionSpec:
     """What attention needs to know of a model.
 
     `windows` has one entry per layer: 0 attends to the whole context, w > 0 to positions > position - w.
-    `qk_norm` is None, or per layer (q_weight fp32 [head_dim], k_weight fp32 [head_dim]) of an RMS norm before RoPE.
+    `qk_norm` is None, or per layer (q_weight fp32 [head_dim], k_weight fp32 [head_dim]) of an RMS norm before
+    RoPE.
     """
 
     num_layers: int
@@ -34,58 +37,15 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_q_heads} query heads do not divide over {self.num_kv_heads} KV heads")
+            raise ValueError(
+                f"{self.num_q_heads} query heads do not divide over {self.num_kv_heads} KV heads"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, not {self.head_dim}")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
         if self.qk_norm is not None and len(self.qk_norm) != self.num_layers:
             raise ValueError(f"{len(self.qk_norm)} q/k norms for {self.num_layers} layers")
-
-
-class AttentionBatch:
-    """The rows of one forward pass and where their contexts lie. One object serves all layers of the pass.
-
-    Args (numpy arrays or CPU tensors; kept as contiguous int32 numpy arrays):
-        positions: [N], position of each row's token; row i attends to positions[i] + 1 tokens.
-        row_seq: [N], the row of `block_tables` that holds row i's context.
-        block_tables: [S, max_blocks], block ids in the order of the context. Entries past the context are not read.
-        seq_starts: [S + 1], rows of sequence s are seq_starts[s] .. seq_starts[s + 1], positions ascending by one.
-
-    `nonfinite_rows` (bool [N]) says after the pass which rows had NaN or infinite keys or values in any layer: these
-    were stored as 0, and the request must end.
-    """
-
-    def __init__(
-        self, positions: ArrayLike, row_seq: ArrayLike, block_tables: ArrayLike, seq_starts: ArrayLike
-    ) -> None:
-        self.positions = np.ascontiguousarray(positions, dtype=np.int32)
-        self.row_seq = np.ascontiguousarray(row_seq, dtype=np.int32)
-        self.block_tables = np.ascontiguousarray(block_tables, dtype=np.int32)
-        self.seq_starts = np.ascontiguousarray(seq_starts, dtype=np.int32)
-        num_rows = len(self.positions)
-        if self.row_seq.shape != (num_rows,) or self.block_tables.ndim != 2:
-            raise ValueError(f"row_seq {self.row_seq.shape} and block_tables {self.block_tables.shape} do not fit")
-        if len(self.seq_starts) != len(self.block_tables) + 1 or self.seq_starts[-1] != num_rows:
-            raise ValueError(f"seq_starts {self.seq_starts.tolist()} do not span {num_rows} rows")
-        self.nonfinite_rows = np.zeros(num_rows, dtype=np.bool_)
-        self._tiles: dict[int, np.ndarray] = {}
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.positions)
-
-    def row_tiles(self, max_rows: int) -> np.ndarray:
-        """int32 [T, 2]: first and last + 1 row of each piece of at most `max_rows` rows of one sequence."""
-        if max_rows not in self._tiles:
-            starts = self.seq_starts.tolist()
-            pieces = [
-                (first, min(first + max_rows, end))
-                for start, end in zip(starts, starts[1:], strict=False)
-                for first in range(start, end, max_rows)
-            ]
-            self._tiles[max_rows] = np.array(pieces, dtype=np.int32).reshape(-1, 2)
-        return self._tiles[max_rows]
 
 
 class PagedAttention(Protocol):
@@ -104,8 +64,8 @@ class PagedAttention(Protocol):
             qkv: fp32 or bf16 [N, (Hq + 2 * Hkv) * D], contiguous rows.
             out: same dtype [N, Hq * D], written.
 
-        All rows' K and V are stored before any row attends, so a row sees the *stored* values of its own chunk.
-        Every row is reduced in an order that depends on its context alone.
+        All rows' K and V are stored before any row attends, so a row sees the *stored* values of its own
+        chunk. Every row is reduced in an order that depends on its context alone.
         """
         ...
 
@@ -126,10 +86,11 @@ def make_attention(
         backend: "numba" (fused, the CPU's "auto") or "reference" (plain torch, slow).
         pool: uint8 [num_blocks, layout.block_bytes], contiguous.
         cos, sin: fp32 [max_positions, head_dim / 2], RoPE tables for the half-split form.
-        batch_invariant: a row's output is bit-equal alone, in a batch and in any chunking. The numba path always is.
+        batch_invariant: a row's output is bit-equal alone, in a batch and in any chunking. The numba path
+            always is.
 
-    Raises ValueError for an unknown backend, for shapes that do not fit together, and for shapes that the backend
-    has no kernel for.
+    Raises ValueError for an unknown backend, for shapes that do not fit together, and for shapes that the
+    backend has no kernel for.
     """
     if backend not in ATTENTION_BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}: use one of {', '.join(ATTENTION_BACKENDS)}")
@@ -151,7 +112,9 @@ def _check_pool(spec: AttentionSpec, layout: BlockLayout, fmt: KVFormat, pool: T
     if model != (layout.num_layers, layout.num_kv_heads, layout.head_dim):
         raise ValueError(f"the pool's layout {layout} is not for layers, KV heads, head_dim = {model}")
     if (layout.k, layout.v) != (fmt.k, fmt.v):
-        raise ValueError(f"the pool's layout stores {layout.k.name}/{layout.v.name}, the format is {fmt.name}")
+        raise ValueError(
+            f"the pool's layout stores {layout.k.name}/{layout.v.name}, the format is {fmt.name}"
+        )
     if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] != layout.block_bytes:
         want = f"uint8 [blocks, {layout.block_bytes}]"
         raise ValueError(f"the pool must be {want}, not {pool.dtype} {tuple(pool.shape)}")

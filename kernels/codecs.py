@@ -1,4 +1,5 @@
-"""KV codecs: how one side (K or V) of the cache is stored. Sizes and limits only; no tensor library is imported here.
+"""KV codecs: how one side (K or V) of the cache is stored. Sizes and limits only; no tensor library is
+imported here.
 
 The same codec exists in three languages: torch (`reference_codecs`), numba (`cpu.codecs`) and CUDA. All three
 produce the same bytes.
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 class Codec:
     """One storage format of K or V elements.
 
-    `number` identifies the codec inside compiled kernels. `max_finite` is the largest magnitude that is stored as it
-    is; larger finite inputs saturate (for int8 it is the largest scale times 127). `scaled` codecs keep one fp16
-    scale per token and KV head.
+    `number` identifies the codec inside compiled kernels. `max_finite` is the largest magnitude that is
+    stored as it is; larger finite inputs saturate (for int8 it is the largest scale times 127). `scaled`
+    codecs keep one fp16 scale per token and KV head.
     """
 
     name: str
@@ -36,7 +37,8 @@ class Codec:
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Encode x[..., D] (any float dtype) to (uint8[..., D * itemsize], fp16 scales[...] or None).
 
-        Clamps to `max_finite`, rounds once to nearest even, keeps the sign of zero, stores non-finite input as 0.
+        Clamps to `max_finite`, rounds once to nearest even, keeps the sign of zero, stores non-finite input
+        as 0.
         """
         from deepinfer.kernels import reference_codecs  # torch stays out of processes that only plan
 

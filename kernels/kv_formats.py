@@ -1,7 +1,7 @@
 """KV formats: which codec K and V use, and where their bytes lie inside a block.
 
-One resolver serves the pool and the memory planner, so a budget is never computed for another format than the one
-that is allocated.
+One resolver serves the pool and the memory planner, so a budget is never computed for another format than the
+one that is allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ KV_FORMAT_NAMES = ("auto", *_BY_NAME)
 
 
 class LayerOffsets(NamedTuple):
-    """Byte offsets of one layer's parts inside a block. The scale offsets of unscaled codecs point at nothing."""
+    """Byte offsets of one layer's parts inside a block. The scale offsets of unscaled codecs point at
+    nothing."""
 
     k: int
     v: int
@@ -100,7 +101,8 @@ class KVFormat:
         return self.k.name if self.k is self.v else f"{self.k.name}/{self.v.name}"
 
     def layout(self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> BlockLayout:
-        """The layout of a block of this format. Raises ValueError for sizes that are not positive integers."""
+        """The layout of a block of this format. Raises ValueError for sizes that are not positive
+        integers."""
         return BlockLayout(self.k, self.v, num_layers, num_kv_heads, head_dim, block_size)
 
     def block_bytes(self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int) -> int:
@@ -111,8 +113,8 @@ class KVFormat:
 def resolve_kv_format(name: str, compute_dtype: str = "fp16") -> KVFormat:
     """The format that `name` means.
 
-    `name` is one of `KV_FORMAT_NAMES`, or two of them as "k/v". "auto" is `compute_dtype` ("fp32", "bf16", "fp16").
-    Raises ValueError, which lists the names, for anything else.
+    `name` is one of `KV_FORMAT_NAMES`, or two of them as "k/v". "auto" is `compute_dtype` ("fp32", "bf16",
+    "fp16"). Raises ValueError, which lists the names, for anything else.
     """
     if compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(f"compute dtype {compute_dtype!r} is not one of {', '.join(COMPUTE_DTYPES)}")
@@ -122,5 +124,7 @@ def resolve_kv_format(name: str, compute_dtype: str = "fp16") -> KVFormat:
         codecs *= 2
     if len(codecs) != 2 or codecs[0] is None or codecs[1] is None:
         names = ", ".join(KV_FORMAT_NAMES)
-        raise ValueError(f"unknown KV format {name!r}: use one of {names}, or two of them as K/V, like e4m3/e5m2")
+        raise ValueError(
+            f"unknown KV format {name!r}: use one of {names}, or two of them as K/V, like e4m3/e5m2"
+        )
     return KVFormat(codecs[0], codecs[1])

@@ -40,7 +40,8 @@ class DenseLinear:
 
 
 class W4A16Linear:
-    """Group-wise 4-bit weights w = scale * code + minimum, bf16 activations, through torch's packed int4 matmul.
+    """Group-wise 4-bit weights w = scale * code + minimum, bf16 activations, through torch's packed int4
+    matmul.
 
     Args:
         codes: uint8 [M, K], 0 .. 15. scales, minima: fp32 [M, K / group_size]. bias: bf16 [M] or None.

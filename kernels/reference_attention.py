@@ -14,7 +14,8 @@ from deepinfer.kernels.reference_codecs import sanitize
 class ReferenceAttention:
     """See `PagedAttention`. The context is gathered and decoded to a dense fp32 copy for each sequence.
 
-    With `batch_invariant`, rows are reduced one at a time, so that a row's result depends on its context alone.
+    With `batch_invariant`, rows are reduced one at a time, so that a row's result depends on its context
+    alone.
     """
 
     name = "torch reference"
@@ -36,6 +37,7 @@ class ReferenceAttention:
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
+        batch.check(self._layout.block_size, len(self._pool), len(self._cos))
         q, k, v = self._project(layer, qkv, torch.from_numpy(batch.positions).long())
         self._store(layer, k, v, batch)
         for first, end in batch.row_tiles(self._rows_at_once).tolist():

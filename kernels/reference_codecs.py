@@ -1,4 +1,5 @@
-"""The plain torch form of every KV codec: the definition that the compiled forms are compared with, byte for byte.
+"""The plain torch form of every KV codec: the definition that the compiled forms are compared with, byte for
+byte.
 
 Bytes are handled as uint8 throughout, because torch's CPU float8 types lack most operators.
 """
@@ -21,7 +22,8 @@ _LARGEST_SCALE = 65504.0
 
 
 def sanitize(codec: Codec, x: Tensor) -> tuple[Tensor, int, Tensor]:
-    """Make x[..., D] storable: (fp32 [..., D] finite and clamped, saturated elements, bool[..., D] non-finite)."""
+    """Make x[..., D] storable: (fp32 [..., D] finite and clamped, saturated elements, bool[..., D]
+    non-finite)."""
     x = x.float()
     nonfinite = ~torch.isfinite(x)
     finite = torch.where(nonfinite, torch.zeros((), dtype=torch.float32), x)
@@ -47,7 +49,8 @@ def decode(codec: Codec, codes: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _encode_int8(clean: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric: scale = absmax / 127 rounded to fp16, code = round(x / stored scale). A zero scale gives codes 0."""
+    """Symmetric: scale = absmax / 127 rounded to fp16, code = round(x / stored scale). A zero scale gives
+    codes 0."""
     scales = (clean.abs().amax(dim=-1) / 127.0).clamp(max=_LARGEST_SCALE).half()
     divisor = scales.float().unsqueeze(-1)
     codes = torch.where(divisor > 0, clean / divisor, torch.zeros((), dtype=torch.float32))

@@ -1,7 +1,8 @@
 """The read half of paged attention: one tile of query rows against the stored context of their sequence.
 
-Online softmax (Milakov and Gimelshein 2018) in fp32 over tiles of sixteen tokens, aligned in the context. Each query
-row goes through the tiles that its own context touches, one after the other, whatever rows share the decoded tile.
+Online softmax (Milakov and Gimelshein 2018) in fp32 over tiles of sixteen tokens, aligned in the context.
+Each query row goes through the tiles that its own context touches, one after the other, whatever rows share
+the decoded tile.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, 
 def attend_row(k_codec, v_codec, head_dim, query, tile, tile_scales, low, high, state):  # type: ignore[no-untyped-def]
     """Fold the lanes low .. high of a decoded tile into one query head's softmax state.
 
-    `tile`: K then V, fp32 [2, 16, head_dim]; `tile_scales`: fp32 [2, 16]; `state`: accumulator [head_dim], lane sums
-    [16], running maximum [16, all equal].
+    `tile`: K then V, fp32 [2, 16, head_dim]; `tile_scales`: fp32 [2, 16]; `state`: accumulator [head_dim],
+    lane sums [16], running maximum [16, all equal].
     """
     literally(k_codec)
     literally(v_codec)
@@ -110,7 +111,8 @@ def attend_unit(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         load_tile(
             v_codec, v_bytes, layer[plan.V_ADDRESS], layer[plan.V_SCALES_ADDRESS],
-            layer, table, head, token, count, head_dim, scratch + 4 * TILE * head_dim, tile_scales + 4 * LANES,
+            layer, table, head, token, count, head_dim,
+            scratch + 4 * TILE * head_dim, tile_scales + 4 * LANES,
         )  # fmt: skip
         for row in range(first, end):
             high = np.int64(positions[row]) + 1 - token

@@ -1,7 +1,8 @@
 """The KV codecs as LLVM vector code: sixteen elements at a time, the same bytes as `reference_codecs`.
 
-The codec's number is a literal, so a kernel contains the code of one codec only. bf16 and fp32 serve activations too.
-Bit facts of FP8: E4M3FN has bias 7 and least subnormal 2^-9, E5M2 is the upper byte of a half (OCP FP8, rev. 1.0).
+The codec's number is a literal, so a kernel contains the code of one codec only. bf16 and fp32 serve
+activations too. Bit facts of FP8: E4M3FN has bias 7 and least subnormal 2^-9, E5M2 is the upper byte of a
+half (OCP FP8, rev. 1.0).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _decode(builder: Any, number: int, address: Any) -> Any:
 
 
 def _decode_e4m3(builder: Any, codes: Any) -> Any:
-    """As a half of 2^-8 times the value: conversion from half is exact for subnormals even where fp32 flushes them."""
+    """As a half of 2^-8 times the value: conversion from half is exact for subnormals even where fp32 flushes
+    them."""
     wide = builder.zext(codes, VI16)
     sign = builder.shl(builder.and_(wide, constant(0x80, VI16)), constant(8, VI16))
     body = builder.shl(builder.and_(wide, constant(0x7F, VI16)), constant(7, VI16))
@@ -47,7 +49,8 @@ def _decode_e4m3(builder: Any, codes: Any) -> Any:
 
 
 def _encode(builder: Any, number: int, value: Any) -> Any:
-    """`value` is finite and clamped (for int8: already divided by its scale); fp32 and bf16 also take the rest."""
+    """`value` is finite and clamped (for int8: already divided by its scale); fp32 and bf16 also take the
+    rest."""
     if number == FP32.number:
         return value
     if number == FP16.number:
@@ -71,7 +74,8 @@ def _round_bits(builder: Any, bits: Any, dropped: int) -> Any:
 
 
 def _encode_fp8(builder: Any, value: Any, mantissa_bits: int, bias: int) -> Any:
-    """Normals by rounding the fp32 bits; subnormals by adding 2^(23 - digits), which leaves the code in the low bits."""
+    """Normals by rounding the fp32 bits; subnormals by adding 2^(23 - digits), which leaves the code in the
+    low bits."""
     bits = builder.bitcast(value, VI32)
     sign = builder.and_(builder.lshr(bits, constant(24, VI32)), constant(0x80, VI32))
     body = builder.and_(bits, constant(0x7FFFFFFF, VI32))

@@ -1,8 +1,10 @@
-"""How every compiled CPU kernel is made: strict arithmetic, numba's `omp` threads, compiled code kept on disk."""
+"""How every compiled CPU kernel is made: strict arithmetic, numba's `omp` threads, compiled code kept on
+disk."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,24 @@ from typing import Any
 import numba
 import platformdirs
 
-# The threading layer must be named before the first parallel function is compiled.
-numba.config.THREADING_LAYER = "omp"
+
+def _threading_layer() -> str:
+    """Ask numba for its `omp` layer, and say "omp" or why there are no threads.
+
+    Numba's own fallback may not be called from two threads at once (it ends the process), so without OpenMP
+    the kernels are compiled for one thread. Must run before the first parallel function is compiled.
+    """
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError as error:
+        return f"none, kernels run on one thread (numba has no OpenMP: {error})"
+    numba.config.THREADING_LAYER = "omp"
+    return "omp"
 
 
 def _cache_folder() -> Path:
-    """One folder per state of these sources: numba itself only notices a change of the file of the outer function."""
+    """One folder per state of these sources: numba itself only notices changes in the outer function's
+    file."""
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
@@ -24,14 +38,16 @@ def _cache_folder() -> Path:
     return Path(base) / digest.hexdigest()[:16]
 
 
+THREADING_LAYER = _threading_layer()
 CACHE_FOLDER = _cache_folder()
 
 
 def compiled(*, parallel: bool = False, cache: bool = True) -> Callable[[Callable[..., Any]], Any]:
-    """Compile for this CPU. No fast-math: the order of every sum is the order written, so rows stay bit-equal.
+    """Compile for this CPU. No fast-math: the order of every sum is as written, so rows stay bit-equal.
 
     `cache=False` is for helpers that are only called from other compiled functions.
     """
+    parallel = parallel and THREADING_LAYER == "omp"
 
     def decorate(function: Callable[..., Any]) -> Any:
         before = numba.config.CACHE_DIR

@@ -1,4 +1,5 @@
-"""The write half of paged attention: normalise and rotate q and k of a row, store its K and V in their slots."""
+"""The write half of paged attention: normalise and rotate q and k of a row, store its K and V in their
+slots."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import INT8
-from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.codecs import clamp, count_above, count_nonfinite, load16, store16, zero_nonfinite
 from deepinfer.kernels.cpu.jit import compiled
 from deepinfer.kernels.cpu.memory import load_float, load_half, store_float, store_half
@@ -64,7 +64,8 @@ def rotate_head(head, cos, sin, factor, head_dim):  # type: ignore[no-untyped-de
 
 @compiled(cache=False)
 def make_storable(head, limit, head_dim):  # type: ignore[no-untyped-def]
-    """Zero what is not finite, clamp the rest, in place: (saturated, non-finite elements, largest magnitude)."""
+    """Zero what is not finite, clamp the rest, in place: (saturated, non-finite elements, largest
+    magnitude)."""
     saturated, nonfinite = 0, 0
     largest = splat(_ZERO)
     for lane in range(0, head_dim, LANES):

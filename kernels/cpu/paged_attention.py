@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, paged_attention_kernel
+from deepinfer.kernels.cpu.paged_kernel import NONFINITE, NUM_COUNTERS, SATURATED, paged_attention_kernel
 from deepinfer.kernels.cpu.plan import layer_plan
 from deepinfer.kernels.cpu.tiles import TILE
 from deepinfer.kernels.cpu.vec16 import LANES
@@ -20,6 +22,16 @@ _STATE_FLOATS = 4096
 _ACTIVATIONS = {torch.float32: FP32, torch.bfloat16: BF16}
 
 
+class _Workspace(NamedTuple):
+    """What the layers of one forward pass share. `owner` is the attention that made it."""
+
+    owner: NumbaAttention
+    tiles: np.ndarray
+    queries: np.ndarray
+    scratch: np.ndarray
+    counters: np.ndarray
+
+
 class NumbaAttention:
     """See `PagedAttention`. Reads the stored bytes; a row's bits depend on its query and its context alone.
 
@@ -28,9 +40,13 @@ class NumbaAttention:
 
     name = "numba fused paged"
 
-    def __init__(self, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def __init__(
+        self, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
         if spec.head_dim % LANES:
-            raise ValueError(f"the numba attention needs a head_dim divisible by {LANES}, not {spec.head_dim}")
+            raise ValueError(
+                f"the numba attention needs a head_dim divisible by {LANES}, not {spec.head_dim}"
+            )
         if layout.block_size not in BLOCK_SIZES:
             raise ValueError(f"the numba attention has block sizes {BLOCK_SIZES}, not {layout.block_size}")
         self._spec, self._layout, self._pool = spec, layout, pool
@@ -42,25 +58,48 @@ class NumbaAttention:
         self._tile_rows = max(1, min(16, _STATE_FLOATS // (heads_at_once * spec.head_dim)))
         states = self._tile_rows * heads_at_once * (spec.head_dim + 2 * LANES)
         self._scratch_floats = 2 * TILE * spec.head_dim + 2 * LANES + states
-        self._counters = np.zeros(3, dtype=np.int64)
         self._scale, self._eps = np.float32(spec.scale), np.float32(spec.rms_norm_eps)
         self.kv_saturated_total = 0
         self.kv_nonfinite_total = 0
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
-        workers = numba.get_num_threads()
-        tiles = batch.row_tiles(self._tile_rows)
-        queries = np.empty((batch.num_rows, (self._spec.num_q_heads + 1) * self._spec.head_dim), np.float32)
-        scratch = np.empty((workers, self._scratch_floats), np.float32)
-        counters = np.zeros(3, np.int64)
+        work = batch.workspace
+        if work is None or work.owner is not self:
+            work = batch.workspace = self._prepare(batch)
+        self._check_activations(qkv, out, batch.num_rows)
         kernel = paged_attention_kernel(
             self._layout.k, self._layout.v, _ACTIVATIONS[qkv.dtype], self._spec.head_dim
         )
         kernel(
-            self._plans[layer], batch.positions, batch.row_seq, batch.block_tables, tiles, batch.nonfinite_rows,
-            counters, qkv.data_ptr(), out.data_ptr(), queries.ctypes.data, scratch.ctypes.data,
-            4 * self._scratch_floats, workers, self._scale, self._eps,
+            self._plans[layer], batch.positions, batch.row_seq, batch.block_tables, work.tiles,
+            batch.nonfinite_rows, work.counters, qkv.data_ptr(), out.data_ptr(), work.queries.ctypes.data,
+            work.scratch.ctypes.data, work.scratch.strides[0], len(work.scratch), self._scale, self._eps,
         )  # fmt: skip
+        counters = work.counters
         self.kv_saturated_total += int(counters[SATURATED])
         self.kv_nonfinite_total += int(counters[NONFINITE])
+
+    def _prepare(self, batch: AttentionBatch) -> _Workspace:
+        """Check a batch once and give it the memory that its layers share."""
+        batch.check(self._layout.block_size, len(self._pool), len(self._cos))
+        row_floats = (self._spec.num_q_heads + 1) * self._spec.head_dim
+        return _Workspace(
+            owner=self,
+            tiles=batch.row_tiles(self._tile_rows),
+            queries=np.empty((batch.num_rows, row_floats), np.float32),
+            scratch=np.empty((numba.get_num_threads(), self._scratch_floats), np.float32),
+            counters=np.zeros(NUM_COUNTERS, np.int64),
+        )
+
+    def _check_activations(self, qkv: Tensor, out: Tensor, rows: int) -> None:
+        spec = self._spec
+        q_width, kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        if qkv.shape != (rows, q_width + 2 * kv_width) or out.shape != (rows, q_width):
+            raise ValueError(
+                f"qkv {tuple(qkv.shape)} and out {tuple(out.shape)} do not fit {rows} rows of {spec}"
+            )
+        if qkv.dtype not in _ACTIVATIONS or out.dtype != qkv.dtype:
+            raise ValueError(f"qkv and out must both be fp32 or bf16, not {qkv.dtype} and {out.dtype}")
+        if not (qkv.is_contiguous() and out.is_contiguous()):
+            raise ValueError("qkv and out must be contiguous")

@@ -18,6 +18,7 @@ from deepinfer.kernels.cpu.memory import fetch_add
 PARALLEL_ROWS = 16
 """From this many rows on, the write half is shared out over threads."""
 SATURATED, NONFINITE, NEXT_UNIT = range(3)
+NUM_COUNTERS = 3
 """Entries of a call's int64 counters."""
 
 
@@ -42,7 +43,6 @@ def write_row(  # type: ignore[no-untyped-def]
     saturated, nonfinite = 0, 0
     work = queries + 4 * head_dim * num_q
     for head in range(num_kv):
-        slot = block + ((head << shift) + (position & ((1 << shift) - 1))) * np.int64(1)
         place = (head << shift) + (position & ((1 << shift) - 1))
         unpack_head(act_codec, act_bytes, qkv + (num_q + head) * head_bytes, work, head_dim)
         if layer[plan.K_WEIGHT_ADDRESS] != 0:
@@ -51,12 +51,16 @@ def write_row(  # type: ignore[no-untyped-def]
         above, bad, largest = make_storable(work, k_limit, head_dim)
         saturated, nonfinite = saturated + above, nonfinite + bad
         codes = layer[plan.K_ADDRESS] + block + place * head_dim * k_bytes
-        store_head(k_codec, k_bytes, work, largest, codes, layer[plan.K_SCALES_ADDRESS] + block + 2 * place, head_dim)
+        store_head(
+            k_codec, k_bytes, work, largest, codes, layer[plan.K_SCALES_ADDRESS] + block + 2 * place, head_dim
+        )
         unpack_head(act_codec, act_bytes, qkv + (num_q + num_kv + head) * head_bytes, work, head_dim)
         above, bad, largest = make_storable(work, v_limit, head_dim)
         saturated, nonfinite = saturated + above, nonfinite + bad
         codes = layer[plan.V_ADDRESS] + block + place * head_dim * v_bytes
-        store_head(v_codec, v_bytes, work, largest, codes, layer[plan.V_SCALES_ADDRESS] + block + 2 * place, head_dim)
+        store_head(
+            v_codec, v_bytes, work, largest, codes, layer[plan.V_SCALES_ADDRESS] + block + 2 * place, head_dim
+        )
     return saturated, nonfinite
 
 
@@ -64,7 +68,8 @@ def write_row(  # type: ignore[no-untyped-def]
 def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int) -> Any:
     """The compiled function for these. It writes all rows before it attends any.
 
-    Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key stable.
+    Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key
+        stable.
     """
     k_codec, k_bytes, k_limit = k.number, k.itemsize, np.float32(k.max_finite)
     v_codec, v_bytes, v_limit = v.number, v.itemsize, np.float32(v.max_finite)

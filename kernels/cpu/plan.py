@@ -1,4 +1,5 @@
-"""What a layer's kernel call needs, as one int64 vector: a kernel call costs about 0.2 us for every argument."""
+"""What a layer's kernel call needs, as one int64 vector: a kernel call costs about 0.2 us for every
+argument."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from deepinfer.kernels.kv_formats import BlockLayout
     COS_ADDRESS,
     SIN_ADDRESS,
 ) = range(13)
-"""Addresses are those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k norm."""
+"""Addresses are those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k
+norm."""
 
 
 def layer_plan(

@@ -1,4 +1,5 @@
-"""The two products of attention over a tile of sixteen tokens, as LLVM vector code with a fixed order of sums."""
+"""The two products of attention over a tile of sixteen tokens, as LLVM vector code with a fixed order of
+sums."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def tile_scores(_typing: Any, q: Any, k: Any, dim: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def tile_accumulate(_typing: Any, probs: Any, v: Any, acc: Any, decay: Any, dim: Any) -> Any:
-    """acc = acc * decay + sum over t of probs[t] * v[t], for acc fp32 [dim], v fp32 [16, dim] at two addresses."""
+    """acc = acc * decay + sum over t of probs[t] * v[t], for acc fp32 [dim], v fp32 [16, dim] at two
+    addresses."""
     head_dim = _literal(dim)
     if head_dim is None:
         return None
@@ -85,5 +87,3 @@ def tile_accumulate(_typing: Any, probs: Any, v: Any, acc: Any, decay: Any, dim:
         return ir.Constant(ir.IntType(32), index)
 
     return nt.void(vec16, nt.int64, nt.int64, vec16, dim), emit
-
-

@@ -1,7 +1,8 @@
 """A numba type of sixteen fp32 lanes, and its arithmetic as LLVM vector instructions.
 
-Written as vectors, the order of every reduction is fixed by the source and not by what an optimiser makes of a loop:
-that is what makes a row's bits independent of its neighbours. LLVM splits the type on CPUs with narrower registers.
+Written as vectors, the order of every reduction is fixed by the source and not by what an optimiser makes of
+a loop: that is what makes a row's bits independent of its neighbours. LLVM splits the type on CPUs with
+narrower registers.
 
 Addresses are int64 byte addresses. Who passes one keeps its memory alive and answers for its bounds.
 """
@@ -21,8 +22,6 @@ I32 = ir.IntType(32)
 VF32 = ir.VectorType(F32, LANES)
 VI32 = ir.VectorType(I32, LANES)
 VI1 = ir.VectorType(ir.IntType(1), LANES)
-
-INFINITY = float("inf")
 
 
 class Vec16Type(nt.Type):
@@ -173,9 +172,7 @@ def keep_lanes(_typing: Any, value: Any, first: Any, end: Any, fill: Any) -> Any
         value, first, end, fill = args
         lanes = ir.Constant(VI32, list(range(LANES)))
         first, end = (spread(builder, builder.trunc(bound, I32)) for bound in (first, end))
-        inside = builder.and_(
-            builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end)
-        )
+        inside = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end))
         return builder.select(inside, value, spread(builder, fill))
 
     return vec16(vec16, nt.int64, nt.int64, nt.float32), emit
@@ -220,25 +217,41 @@ _EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.16657958
 _EXP_LOWEST = -87.0
 
 
+def _exp(builder: Any, x: Any) -> Any:
+    bounded = call(builder, "llvm.maxnum.v16f32", VF32, x, constant(_EXP_LOWEST))
+    bounded = call(builder, "llvm.minnum.v16f32", VF32, bounded, constant(0.0))
+    power = call(builder, "llvm.rint.v16f32", VF32, builder.fmul(bounded, constant(_LOG2E)))
+    rest = fused(builder, power, constant(-_LN2_HIGH), bounded)
+    rest = fused(builder, power, constant(-_LN2_LOW), rest)
+    series = constant(_EXP_POLYNOMIAL[0])
+    for coefficient in _EXP_POLYNOMIAL[1:]:
+        series = fused(builder, series, rest, constant(coefficient))
+    series = fused(builder, builder.fmul(rest, rest), series, builder.fadd(rest, constant(1.0)))
+    exponent = builder.add(builder.fptosi(power, VI32), constant(127, VI32))
+    scale = builder.bitcast(builder.shl(exponent, constant(23, VI32)), VF32)
+    result = builder.fmul(series, scale)
+    result = builder.select(builder.fcmp_ordered("<", x, constant(_EXP_LOWEST)), constant(0.0), result)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
+
+
 @intrinsic
 def exp_nonpositive(_typing: Any, value: Any) -> Any:
     """exp(x) for x <= 0: exactly 1 at 0, exactly 0 below -87 (-inf too), NaN stays NaN."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _exp(builder, args[0])
+
+    return vec16(vec16), emit
+
+
+@intrinsic
+def silu(_typing: Any, value: Any) -> Any:
+    """x * sigmoid(x), from exp(-|x|) so that it cannot overflow."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x = args[0]
-        bounded = call(builder, "llvm.maxnum.v16f32", VF32, x, constant(_EXP_LOWEST))
-        bounded = call(builder, "llvm.minnum.v16f32", VF32, bounded, constant(0.0))
-        power = call(builder, "llvm.rint.v16f32", VF32, builder.fmul(bounded, constant(_LOG2E)))
-        rest = fused(builder, power, constant(-_LN2_HIGH), bounded)
-        rest = fused(builder, power, constant(-_LN2_LOW), rest)
-        series = constant(_EXP_POLYNOMIAL[0])
-        for coefficient in _EXP_POLYNOMIAL[1:]:
-            series = fused(builder, series, rest, constant(coefficient))
-        series = fused(builder, builder.fmul(rest, rest), series, builder.fadd(rest, constant(1.0)))
-        exponent = builder.add(builder.fptosi(power, VI32), constant(127, VI32))
-        scale = builder.bitcast(builder.shl(exponent, constant(23, VI32)), VF32)
-        result = builder.fmul(series, scale)
-        result = builder.select(builder.fcmp_ordered("<", x, constant(_EXP_LOWEST)), constant(0.0), result)
-        return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
+        small = _exp(builder, builder.fneg(call(builder, "llvm.fabs.v16f32", VF32, x)))
+        top = builder.select(builder.fcmp_ordered("<", x, constant(0.0)), small, constant(1.0))
+        return builder.fdiv(builder.fmul(x, top), builder.fadd(small, constant(1.0)))
 
     return vec16(vec16), emit

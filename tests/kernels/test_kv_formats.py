@@ -15,7 +15,13 @@ def test_a_block_of_36_layers_2_heads_128_dims_16_tokens_costs_the_published_byt
 
 @pytest.mark.parametrize(
     ("alias", "canonical"),
-    [("i8", "int8"), ("fp8", "fp8_e4m3"), ("e4m3", "fp8_e4m3"), ("e5m2", "fp8_e5m2"), ("fp8_e4m3", "fp8_e4m3")],
+    [
+        ("i8", "int8"),
+        ("fp8", "fp8_e4m3"),
+        ("e4m3", "fp8_e4m3"),
+        ("e5m2", "fp8_e5m2"),
+        ("fp8_e4m3", "fp8_e4m3"),
+    ],
 )
 def test_aliases_resolve_to_the_same_format(alias, canonical):
     assert resolve_kv_format(alias) == resolve_kv_format(canonical)
@@ -33,7 +39,9 @@ def test_k_and_v_may_differ():
     assert resolve_kv_format("int8/fp16").block_bytes(1, 1, 64, 16) == 16 * (64 + 2 + 128)
 
 
-@pytest.mark.parametrize("name", ["", "int4", "FP16", "fp16/", "/fp16", "fp16/fp16/fp16", "fp16/int4", None, 8])
+@pytest.mark.parametrize(
+    "name", ["", "int4", "FP16", "fp16/", "/fp16", "fp16/fp16/fp16", "fp16/int4", None, 8]
+)
 def test_an_unknown_name_is_refused_with_the_list_of_names(name):
     with pytest.raises(ValueError, match="unknown KV format") as caught:
         resolve_kv_format(name)
