@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import msgpack
+import psutil
 import zmq
 from rich.console import Console
 from rich.table import Table
@@ -109,7 +110,7 @@ def stop_daemon(folder: Path, now: bool) -> int:
             return error.code
         os.kill(pid, signal.SIGTERM)
     give_up = time.monotonic() + STOP_SECONDS
-    while is_locked(folder):
+    while is_locked(folder) or psutil.pid_exists(pid):
         if time.monotonic() > give_up:
             click.echo(f"the daemon (process {pid}) is still there after {STOP_SECONDS:.0f} s", err=True)
             return EXIT_HUNG

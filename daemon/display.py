@@ -64,7 +64,6 @@ class StartDisplay:
 def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Effective values of a running daemon, for people."""
     engine = status["engine"]
-    runtime = engine["runtime"]
     arena = "off"
     if engine["cpu_offload_enabled"]:
         pinned = "pinned" if engine["arena_pinned"] else "pageable"
@@ -72,7 +71,7 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     linears = ", ".join(f"{count} x {kind}" for kind, count in engine["linears"].items())
     return [
         ("model", f"{engine['model']} ({engine['family']}, {engine['layers']} layers)"),
-        ("device", f"{engine['device']}, {runtime['threads']} threads"),
+        ("device", f"{engine['device']}, {engine['threads']} threads ({engine['runtime']['numba_threading_layer']})"),
         ("compute", f"{engine['compute_dtype']}; {linears}; head {engine['head']}"),
         ("attention", f"{engine['attention']}, KV {engine['kv_cache_dtype']}"),
         ("batch invariant", "yes" if engine["batch_invariant"] else "no"),

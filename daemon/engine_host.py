@@ -178,6 +178,7 @@ class EngineHost:
             "model": self.config.model,
             **self.model.describe(),
             "device": "cpu",
+            "threads": self.threads,
             "kv_cache_dtype": self.kv_format.name,
             "attention": self.attention.name,
             "batch_invariant": self.config.batch_invariant,
