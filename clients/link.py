@@ -103,7 +103,7 @@ class Link:
             if waiter is None:
                 return
             self._outbox = deque(entry for entry in self._outbox if entry[0] != id)
-            if waiter.is_stream:
+            if waiter.is_stream and self.up:
                 self._outbox.append((id, pack_request("cancel", id, {})))
         self._wake()
 

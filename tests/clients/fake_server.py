@@ -42,12 +42,12 @@ class FakeStream:
         self.ids += 1
 
     def done(self, reason: str = "stop", **fields: Any) -> None:
-        usage = {**USAGE, "completion_tokens": self.ids}
-        self.emit("done", finish_reason=reason, usage=usage, timings=TIMINGS, events=self.seq + 1, **fields)
+        fields |= {"usage": {**USAGE, "completion_tokens": self.ids}, "timings": TIMINGS}
+        self.emit("done", finish_reason=reason, events=self.seq + 1, **fields)
 
 
 class FakeServer:
-    """Runs from construction to `close`. `requests` are all decoded requests in the order of their arrival."""
+    """Runs from construction to `close`. `requests` are all requests in the order of arrival."""
 
     def __init__(self, endpoint: str = "tcp://127.0.0.1:*", context: zmq.Context | None = None) -> None:
         self._own_context = context is None
