@@ -1,6 +1,7 @@
 """Models: from a name to a checkpoint, to weights in memory, to logits and tokens.
 
-Names are looked up on first use, so that the front process, which needs the tokenizer alone, never imports torch.
+Names are looked up on first use, so that the front process, which needs the tokenizer alone, never imports
+torch.
 """
 
 from __future__ import annotations

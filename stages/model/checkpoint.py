@@ -1,5 +1,5 @@
-"""A model on disk whose headers have been read and checked: every fault that they can show is raised here, by name,
-before a weight is read.
+"""A model on disk whose headers have been read and checked: every fault that they can show is raised here,
+by name, before a weight is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 class Checkpoint:
     path: Path
     format: str
-    """"safetensors" or "gguf"."""
+    """Either "safetensors" or "gguf"."""
     config: ModelConfig
     source: WeightSource
 

@@ -10,7 +10,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding over the whole head_dim, halves rotated ("neox"). `stages.model.rope` holds the formulas."""
+    """Rotary embedding over the whole head_dim, halves rotated ("neox"). Formulas: `stages.model.rope`."""
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -78,7 +78,7 @@ class ModelConfig:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter under its Hugging Face name with its shape [out, in]; a tied `lm_head.weight` is left out."""
+    """Every parameter by its Hugging Face name: [out, in]. A tied `lm_head.weight` is left out."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),

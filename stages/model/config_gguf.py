@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from deepinfer.stages.model.config import ModelConfig, RopeConfig
-from deepinfer.stages.model.config_hf import positive_number, yarn_mscale
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.json_fields import positive_number
+from deepinfer.stages.model.rope_json import yarn_mscale
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """A mistral model is stored under the name llama."""
@@ -27,7 +28,8 @@ def config_from_gguf(
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{where}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{where}: GGUF architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
         )
     keys = _Keys(metadata, architecture, where)
     if keys.get("expert_count"):
@@ -106,7 +108,8 @@ def _rope(keys: _Keys, frequency_divisors: tuple[float, ...]) -> RopeConfig:
     rope_type = keys.get("rope.scaling.type", "linear" if keys.get("rope.scale_linear") else "none")
     if rope_type not in _GGUF_ROPE_TYPES:
         raise UnsupportedModelError(
-            f"{keys.where}: rope.scaling.type {rope_type!r} is not supported; supported: {', '.join(_GGUF_ROPE_TYPES)}"
+            f"{keys.where}: rope.scaling.type {rope_type!r} is not supported; "
+            f"supported: {', '.join(_GGUF_ROPE_TYPES)}"
         )
     if frequency_divisors:
         if rope_type == "yarn":

@@ -12,8 +12,8 @@ class ModelNotFoundError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The checkpoint is sound but asks for something that this engine does not do. Raised before weights are read."""
+    """The checkpoint is sound but asks for what this engine does not do. Raised before weights are read."""
 
 
 class CheckpointError(ModelError):
-    """The checkpoint contradicts itself: a missing, stray, misshapen, doubled or non-finite tensor, a broken file."""
+    """A missing, stray, misshapen, doubled or non-finite tensor, a damaged file, a senseless field."""

@@ -37,9 +37,9 @@ class Executor:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits [R, vocab], owned by the caller. K and V of all N rows are in the pool afterwards.
 
-        `batch.attention.nonfinite_rows` (bool [N]) then marks rows whose K or V was NaN or infinite: their requests
-        must end. The pool holds zeros in those places, so nobody else is touched. Non-finite logits are the
-        sampler's to report.
+        `batch.attention.nonfinite_rows` (bool [N]) then marks rows whose K or V was NaN or infinite: their
+        requests must end. The pool holds zeros in those places, so nobody else is touched. Non-finite
+        logits are the sampler's to report.
         """
         model, eps = self._model, self._model.config.rms_norm_eps
         rows = batch.token_ids.shape[0]

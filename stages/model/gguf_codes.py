@@ -1,8 +1,9 @@
-"""4-bit GGUF blocks as codes, scales and minima of groups of 32: w = scale * code + minimum, nothing quantised again.
+"""4-bit GGUF blocks as codes, scales and minima of groups of 32: w = scale * code + minimum, nothing
+quantised again.
 
-Layouts from the ggml format: a block of 32 is (d, [m], 16 bytes); byte j holds element j in its low and element
-j + 16 in its high nibble. A Q4_K block of 256 is (d, dmin, 12 bytes of 6-bit scales and minima, 128 bytes): 32 bytes
-hold one sub-block of 32 in their low and the next in their high nibbles.
+Layouts from the ggml format: a block of 32 is (d, [m], 16 bytes); byte j holds element j in its low and
+element j + 16 in its high nibble. A Q4_K block of 256 is (d, dmin, 12 bytes of 6-bit scales and minima, 128
+bytes): 32 bytes hold one sub-block of 32 in their low and the next in their high nibbles.
 """
 
 from __future__ import annotations

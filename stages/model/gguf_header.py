@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and tensor table, in some 50 ms where `gguf.GGUFReader` needs 2 s for a
 vocabulary of 49,152 (it makes four numpy arrays for every string).
 
-Format: GGUF versions 2 and 3, little endian. Every length is checked against the file, so that a cut or hostile
-file is an error that names the offset.
+Format: GGUF versions 2 and 3, little endian. Every length is checked against the file, so that a cut or
+hostile file is an error that names the offset.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class _Cursor:
 
 
 def read_header(path: Path, string_arrays: tuple[str, ...] = ()) -> GGUFHeader:
-    """Metadata and tensor table of `path`; `string_arrays` names the arrays of strings that are wanted in full.
+    """Metadata and tensor table of `path`; `string_arrays` names the string arrays that are wanted in full.
 
-    Raises CheckpointError for a file that is no GGUF or is damaged, UnsupportedModelError for another version.
+    Raises CheckpointError for a file that is no GGUF or is damaged, UnsupportedModelError for its version.
     """
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
@@ -173,6 +173,7 @@ def _placed(cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, of
     nbytes = elements // block * size
     if offset + nbytes > len(cursor.data):
         raise CheckpointError(
-            f"{cursor.path}: tensor {name} ends at byte {offset + nbytes} of {len(cursor.data)}; the file is cut"
+            f"{cursor.path}: tensor {name} ends at byte {offset + nbytes} of {len(cursor.data)}; "
+            "the file is cut"
         )
     return GGUFTensor(name, type_id, shape, offset, nbytes)

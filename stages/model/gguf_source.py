@@ -50,7 +50,7 @@ def hf_name(name: str) -> str | None:
 
 
 def named_tensors(header: GGUFHeader, path: Path) -> dict[str, GGUFTensor]:
-    """Tensors by Hugging Face name. Raises for a type that is not supported and for a tensor that nobody knows."""
+    """Tensors by Hugging Face name. Raises for an unsupported type and for a tensor that nobody knows."""
     named: dict[str, GGUFTensor] = {}
     for name, tensor in header.tensors.items():
         if name == ROPE_FREQUENCIES:

@@ -1,4 +1,4 @@
-"""Checkpoint -> Model: fused linear forms (q, k and v in one; gate and up in one), 4-bit codes kept as they are."""
+"""Checkpoint -> Model: fused linear forms (q, k, v in one; gate, up in one), 4-bit codes kept as they are."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def load_model(
 ) -> Model:
     """Reads every tensor once and closes the checkpoint.
 
-    `dtype`: auto, fp32 or bf16 (see `precision`). `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit weights for
-    many rows (two bytes a weight more), "int4" uses the packed form always. Raises CheckpointError for non-finite
-    values and for a stored head that contradicts tie_word_embeddings.
+    `dtype`: auto, fp32 or bf16 (see `precision`). `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit
+    weights for many rows (two bytes a weight more), "int4" uses the packed form always. Raises
+    CheckpointError for non-finite values and for a stored head that contradicts tie_word_embeddings.
     """
     if w4_prefill not in W4_PREFILL:
         raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")

@@ -36,7 +36,7 @@ class Layer:
 class Model:
     config: ModelConfig
     compute_dtype: str
-    """"fp32" or "bf16"."""
+    """Either "fp32" or "bf16"."""
     embedding: torch.Tensor
     """[vocab, hidden], compute dtype."""
     layers: tuple[Layer, ...]

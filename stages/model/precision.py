@@ -32,8 +32,8 @@ def has_fast_bf16() -> bool:
 
 
 def choose_dtype(requested: str, headers: Mapping[str, TensorHeader]) -> str:
-    """ "fp32" or "bf16". auto: bf16 for quantised files (W4A16 is fast in bf16 only) and, where the processor has
-    bf16, for 16-bit files; fp32 for fp32 files. Raises ValueError for another name.
+    """Gives "fp32" or "bf16". auto: bf16 for quantised files (W4A16 is fast in bf16 only) and, where the
+    processor has bf16, for 16-bit files; fp32 for fp32 files. Raises ValueError for another name.
     """
     if requested not in DTYPES:
         raise ValueError(f"dtype {requested!r} is unknown; known: {', '.join(DTYPES)}")
@@ -48,7 +48,7 @@ def choose_dtype(requested: str, headers: Mapping[str, TensorHeader]) -> str:
 
 
 def weight_bytes(headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool) -> int:
-    """Bytes in memory of what `load_model` makes of these tensors; norms are fp32, biases of the compute dtype."""
+    """Bytes in memory of what `load_model` makes of these tensors, norms and biases included."""
     return sum(_bytes_of(name, headers, dtype, bf16_copies) for name in headers)
 
 
@@ -64,8 +64,8 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
 
 
 def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:
-    """Whether a matrix keeps its 4-bit codes in bf16 compute: all that is fused with it must have codes as well.
-    Embedding and head are always dense.
+    """Whether a matrix keeps its 4-bit codes in bf16 compute: all that is fused with it must have codes as
+    well. Embedding and head are always dense.
     """
     match = _IN_LAYER.fullmatch(name)
     if match is None:

@@ -49,8 +49,8 @@ def _from_hub(repo: str, file: str | None) -> Path:
         return Path(snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns=_DUPLICATES))
     except LocalEntryNotFoundError as error:
         raise ModelNotFoundError(
-            f"model {repo!r} is not in the hub cache and the hub cannot be reached; connect once to fetch it, "
-            f"or give {_expected()}"
+            f"model {repo!r} is not in the hub cache and the hub cannot be reached; "
+            f"connect once to fetch it, or give {_expected()}"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelNotFoundError(

@@ -1,4 +1,4 @@
-"""RoPE frequencies and the cos and sin tables that attention reads. float32, in the order of operations of transformers."""
+"""RoPE frequencies and the tables that attention reads: float32, operation by operation as transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder: model.safetensors, or shards whose index is authoritative in both directions."""
+"""The tensors of a Hugging Face folder: one file, or shards whose index is authoritative both ways."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from deepinfer.stages.model.config_hf import read_json
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.gguf_codes import Int4Groups
+from deepinfer.stages.model.json_fields import read_json
 from deepinfer.stages.model.source import TensorHeader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -20,7 +20,7 @@ _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 
 
 class SafetensorsSource:
-    """Opens every shard at once (memory maps); raises before weights are read when index and shards disagree."""
+    """Maps every shard at once; raises before weights are read when index and shards disagree."""
 
     def __init__(self, folder: Path):
         shards, index = _shards(folder)
@@ -96,6 +96,7 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
         raise UnsupportedModelError(
-            f"{folder} holds pickled weights only ({pickled[0]}), which are never loaded; supported: safetensors, GGUF"
+            f"{folder} holds pickled weights only ({pickled[0]}), which are never loaded; "
+            "supported: safetensors, GGUF"
         )
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")

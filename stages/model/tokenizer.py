@@ -1,17 +1,18 @@
-"""The tokenizer, chat template and generation defaults of a checkpoint, for a process that needs nothing else of it.
+"""Tokenizer, chat template and generation defaults of a checkpoint, for a process that needs nothing else.
 
-A folder goes through AutoTokenizer. A GGUF file's vocabulary is converted by transformers once, which takes seconds,
-and then comes from the user's cache without torch being imported.
+A folder goes through AutoTokenizer. A GGUF file's vocabulary is converted by transformers once, which takes
+seconds, and then comes from the user's cache without torch being imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from deepinfer.stages.model.config_hf import eos_token_ids, read_json
+from deepinfer.stages.model.config_hf import eos_token_ids
 from deepinfer.stages.model.errors import CheckpointError, ModelError, ModelNotFoundError
+from deepinfer.stages.model.json_fields import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +34,8 @@ class TokenizerFacts(NamedTuple):
 
 
 class Tokenizer:
-    """Special tokens that are written out inside a text or a chat message are parsed as such, as transformers does:
-    whoever builds messages from untrusted text has to strip them.
+    """Special tokens that are written out inside a text or a chat message are parsed as such, as
+    transformers does: whoever builds messages from untrusted text has to strip them.
     """
 
     def __init__(self, inner: PreTrainedTokenizerBase, facts: TokenizerFacts):
@@ -61,9 +62,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Incomplete UTF-8 comes out as U+FFFD. No spaces are cleaned up."""
-        return self._inner.decode(
+        text = self._inner.decode(
             list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
+        return cast(str, text)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt for the assistant's next turn. Raises ChatTemplateError."""
@@ -74,11 +76,12 @@ class Tokenizer:
         if not messages:
             raise ChatTemplateError("a chat needs at least one message")
         try:
-            return self._inner.apply_chat_template(
+            text = self._inner.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
             )
         except (TemplateError, TypeError) as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+        return cast(str, text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """render_chat as token ids; the template has written its begin token itself."""
@@ -115,7 +118,7 @@ def _folder_facts(folder: Path) -> TokenizerFacts:
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """As in transformers, sampling fields count only when `do_sample` is true; a repetition penalty always does."""
+    """As in transformers, sampling fields count only with `do_sample`; a repetition penalty always does."""
     given = {name: generation[name] for name in _SAMPLING_FIELDS if generation.get(name) is not None}
     if generation.get("do_sample"):
         return {"temperature": 1.0, **given}

@@ -39,7 +39,7 @@ def load(path: Path) -> tuple[PreTrainedTokenizerBase, TokenizerFacts]:
 
 
 def _key(path: Path, header: GGUFHeader) -> str:
-    """Of all header bytes and of the libraries that convert: a moved file keeps its key, a changed one does not."""
+    """Of all header bytes and the converting libraries: a moved file keeps it, a changed one does not."""
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(header.nbytes))
     digest.update(f"{transformers.__version__} {tokenizers.__version__}".encode())

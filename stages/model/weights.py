@@ -1,4 +1,6 @@
-"""Reads the tensors of a checkpoint one at a time: each exactly once, finite, in the compute dtype, with progress."""
+"""Reads the tensors of a checkpoint one at a time: each exactly once, finite, in the compute dtype, with
+progress.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class WeightReader:
         return out
 
     def int4(self, names: Sequence[str]) -> Int4Groups | None:
-        """The same for codes, scales and minima; None, with nothing read, unless all of them have 4-bit groups."""
+        """The same for codes, scales and minima; None, with nothing read, unless all of them have 4-bit
+        groups.
+        """
         parts = [self._source.read_int4(name) for name in names]
         found = [part for part in parts if part is not None]
         if len(found) < len(names):

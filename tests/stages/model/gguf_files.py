@@ -41,7 +41,9 @@ def gguf_name(name: str) -> str:
 
 
 def quantised(values: np.ndarray, type_name: str, seed: int = 0) -> np.ndarray:
-    """The bytes of `values` [rows, columns]; for the types that gguf cannot quantise, random blocks instead."""
+    """The bytes of `values` [rows, columns]; for the types that gguf cannot quantise, random blocks
+    instead.
+    """
     kind = Type[type_name]
     if type_name not in HALF_BYTES:
         return gguf.quantize(values, kind)

@@ -1,4 +1,6 @@
-"""The same model in transformers: what greedy decoding and logits ought to be. Float32, one thread pool with torch."""
+"""The same model in transformers: what greedy decoding and logits ought to be. Float32, one thread pool
+with torch.
+"""
 
 from __future__ import annotations
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.config_hf import config_from_folder, config_from_json
 from deepinfer.stages.model.precision import choose_dtype, has_fast_bf16
 from deepinfer.stages.model.rope import inverse_frequencies, rope_tables
 from deepinfer.stages.model.source import TensorHeader
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = {"hidden_size": 256, "num_attention_heads": 32, "num_hidden_layers": 4, "vocab_size": 100}

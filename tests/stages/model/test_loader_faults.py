@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import save, tiny_model
+
 from deepinfer.stages.model import (
     CheckpointError,
     ModelNotFoundError,
@@ -15,8 +18,6 @@ from deepinfer.stages.model import (
     load_model,
     open_checkpoint,
 )
-from safetensors.torch import load_file, save_file
-from tiny_checkpoints import save, tiny_model
 
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -184,7 +185,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) 
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
     _edit_tensors(folder / "model.safetensors", store)
-    with pytest.raises(CheckpointError, match="tie_word_embeddings is true, yet lm_head.weight differs"):
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, yet lm_head.weight differs"):
         load_model(open_checkpoint(folder))
 
 

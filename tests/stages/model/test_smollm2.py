@@ -1,4 +1,6 @@
-"""The real model: greedy ids equal those of transformers in fp32; packed 4-bit weights stay near its distribution."""
+"""The real model: greedy ids equal those of transformers in fp32; packed 4-bit weights stay near its
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,23 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from deepinfer.stages.model import Checkpoint, Model, Tokenizer, load_model, load_tokenizer, open_checkpoint
 from executor_runner import Runner
 from reference import greedy_ids, load_reference, teacher_forced_logits
 from transformers import PreTrainedModel
 
+from deepinfer.stages.model import Checkpoint, Model, Tokenizer, load_model, load_tokenizer, open_checkpoint
+
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "你好！请介绍一下北京的历史。"]
 CHATS = ["Give me three facts about the moon.", "Write a haiku about rain 🌧️."]
-TEXT = (
-    "The harbour was quiet in the morning. Two boats had come in during the night and lay side by side at the "
-    "stone wall, their nets still wet. A man with a red cap walked along the pier, counted the crates, wrote the "
-    "number down in a small book and asked the nearest sailor how far out they had been this time. Forty miles, "
-    "said the sailor, and not one of them was worth the fuel. Prices had fallen again since the spring; a crate "
-    "of mackerel brought in less than the ice it was packed in. In the town the bakery opened at six, the school "
-    "at eight, and the bank, which had once closed at noon, now opened only on Tuesdays and Thursdays. "
-)
+TEXT = """
+The harbour was quiet in the morning. Two boats had come in during the night and lay side by side at
+the stone wall, their nets still wet. A man with a red cap walked along the pier, counted the
+crates, wrote the number down in a small book and asked the nearest sailor how far out they had been
+this time. Forty miles, said the sailor, and not one of them was worth the fuel. Prices had fallen
+again since the spring; a crate of mackerel brought in less than the ice it was packed in. In the
+town the bakery opened at six, the school at eight, and the bank, which had once closed at noon, now
+opened only on Tuesdays and Thursdays.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +75,7 @@ def test_packed_weights_in_bf16_stay_near_the_fp32_distribution(
     }
     got = Runner(model, "numba", "fp16").feed({0: ids}, all_rows=True)
     kld, agree = _divergence(got, teacher_forced_logits(reference, ids))
-    print(
-        f"{w4_prefill}: mean KL divergence {kld:.2e} nats, top-1 {100 * agree:.1f} % over {len(ids)} positions"
-    )
+    print(f"{w4_prefill}: mean KL {kld:.2e} nats, top-1 {100 * agree:.1f} % over {len(ids)} positions")
     assert kld < 3e-3
     assert agree > 0.95
 

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepinfer.stages.model import CheckpointError, Tokenizer, load_tokenizer
-from deepinfer.stages.model.tokenizer import ChatTemplateError, sampling_defaults
 from gguf_files import GGUFModelFile
 from tiny_checkpoints import tiny_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from deepinfer.stages.model import CheckpointError, Tokenizer, load_tokenizer
+from deepinfer.stages.model.tokenizer import ChatTemplateError, sampling_defaults
 
 TEXTS = [
     "",

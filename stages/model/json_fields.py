@@ -1,0 +1,82 @@
+"""Typed access to the JSON files of a Hugging Face folder; errors name file and field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepinfer.stages.model.errors import CheckpointError
+
+_REQUIRED = object()
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+"""What the transformers configuration classes fill in; a test compares."""
+
+
+class ConfigFields:
+    """Typed access to config.json: family defaults for absent fields, errors with file and field."""
+
+    def __init__(self, raw: Mapping[str, Any], family: str, where: str):
+        self.raw, self.where = raw, where
+        self._defaults = _DEFAULTS[family]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.raw.get(name, self._defaults.get(name, default))
+
+    def integer(self, name: str, default: Any = _REQUIRED, least: int = 1) -> int:
+        value = self.get(name, default)
+        if value is _REQUIRED:
+            raise CheckpointError(f"{self.where}: field {name} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise CheckpointError(
+                f"{self.where}: {name} is {value!r}, expected an integer of at least {least}"
+            )
+        return value
+
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        return positive_number(self.get(name, default), name, self.where)
+
+    def flag(self, name: str) -> bool:
+        value = self.get(name, False)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {name} is {value!r}, expected true or false")
+        return value
+
+
+def positive_number(value: Any, name: str, where: str) -> float:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise CheckpointError(f"{where}: {name} is {value!r}, expected a positive number")
+    return float(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError when the file is absent, is no JSON or holds no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value

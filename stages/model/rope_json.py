@@ -1,0 +1,82 @@
+"""RopeConfig from config.json, in the spelling of transformers 5 and in the one before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from deepinfer.stages.model.config import ROPE_TYPES, RopeConfig
+from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.json_fields import ConfigFields, positive_number
+
+
+def rope_from_json(fields: ConfigFields) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` beside it (before)."""
+    scaling = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
+    if not isinstance(scaling, dict):
+        raise CheckpointError(f"{fields.where}: rope parameters are {scaling!r}, expected an object")
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"{fields.where}: rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
+    partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedModelError(
+            f"{fields.where}: partial_rotary_factor {partial!r} is not supported, only 1"
+        )
+    theta = scaling.get("rope_theta", fields.get("rope_theta", 10000.0))
+    theta = positive_number(theta, "rope_theta", fields.where)
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    factor = scaling.get("factor")
+    original = fields.get("original_max_position_embeddings") or scaling.get(
+        "original_max_position_embeddings"
+    )
+    original = int(
+        positive_number(original or fields.integer("max_position_embeddings"), "rope", fields.where)
+    )
+    if factor is None and rope_type == "yarn":
+        factor = fields.integer("max_position_embeddings") / original
+    factor = positive_number(factor, f"factor of rope_type {rope_type}", fields.where)
+
+    def number(name: str, default: Any = None) -> float:
+        return positive_number(scaling.get(name) or default, f"{name} of rope_type {rope_type}", fields.where)
+
+    if rope_type == "linear":
+        return RopeConfig("linear", theta, factor)
+    if rope_type == "llama3":
+        return RopeConfig(
+            "llama3",
+            theta,
+            factor,
+            original,
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
+        )
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(scaling, factor),
+    )
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN, section 3.4 (arXiv 2309.00071): 0.1 ln(s) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
