@@ -13,7 +13,7 @@ from numba import literally
 from deepinfer.kernels.codecs import INT8
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.codecs import load16, store16
-from deepinfer.kernels.cpu.jit import compiled
+from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import load_half, store_float
 from deepinfer.kernels.cpu.tiles import TILE, tile_accumulate, tile_scores
 from deepinfer.kernels.cpu.vec16 import (
@@ -35,7 +35,7 @@ _INT8 = INT8.number
 _ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
-@compiled(cache=False)
+@helper
 def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, head_dim, tile, tile_scales):  # type: ignore[no-untyped-def]
     """Decode tokens first .. first + count of one KV head to fp32 [16, head_dim], and their scales to [16].
 
@@ -59,7 +59,7 @@ def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, 
             store_float(tile_scales + 4 * token, load_half(scales + block + 2 * slot))
 
 
-@compiled(cache=False)
+@helper
 def attend_row(k_codec, v_codec, head_dim, query, tile, tile_scales, low, high, state):  # type: ignore[no-untyped-def]
     """Fold the lanes low .. high of a decoded tile into one query head's softmax state.
 
@@ -85,7 +85,7 @@ def attend_row(k_codec, v_codec, head_dim, query, tile, tile_scales, low, high, 
     tile_accumulate(probs, tile + 4 * TILE * head_dim, state, decay, head_dim)
 
 
-@compiled(cache=False)
+@helper
 def attend_unit(  # type: ignore[no-untyped-def]
     k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim,
     layer, table, positions, first, end, head, queries, row_floats, out, scratch,

@@ -42,10 +42,10 @@ THREADING_LAYER = _threading_layer()
 CACHE_FOLDER = _cache_folder()
 
 
-def compiled(*, parallel: bool = False, cache: bool = True) -> Callable[[Callable[..., Any]], Any]:
-    """Compile for this CPU. No fast-math: the order of every sum is as written, so rows stay bit-equal.
+def compiled(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for this CPU, and keep the result on disk.
 
-    `cache=False` is for helpers that are only called from other compiled functions.
+    No fast-math: the order of every sum is as written, so rows stay bit-equal.
     """
     parallel = parallel and THREADING_LAYER == "omp"
 
@@ -53,8 +53,14 @@ def compiled(*, parallel: bool = False, cache: bool = True) -> Callable[[Callabl
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(CACHE_FOLDER)
         try:
-            return numba.njit(parallel=parallel, cache=cache, nogil=True, error_model="numpy")(function)
+            return numba.njit(parallel=parallel, cache=True, nogil=True, error_model="numpy")(function)
         finally:
             numba.config.CACHE_DIR = before
 
     return decorate
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a function that only other compiled functions call: no wrapper for Python, no cache of its
+    own."""
+    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)

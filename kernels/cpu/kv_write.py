@@ -10,7 +10,7 @@ from numba import literally
 
 from deepinfer.kernels.codecs import INT8
 from deepinfer.kernels.cpu.codecs import clamp, count_above, count_nonfinite, load16, store16, zero_nonfinite
-from deepinfer.kernels.cpu.jit import compiled
+from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import load_float, load_half, store_float, store_half
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
@@ -29,7 +29,7 @@ _LARGEST_SCALE = np.float32(65504.0)
 _ZERO, _ONE, _LARGEST_CODE = np.float32(0.0), np.float32(1.0), np.float32(127.0)
 
 
-@compiled(cache=False)
+@helper
 def unpack_head(act_codec, act_bytes, source, target, head_dim):  # type: ignore[no-untyped-def]
     """One head of activations, widened to fp32."""
     literally(act_codec)
@@ -37,7 +37,7 @@ def unpack_head(act_codec, act_bytes, source, target, head_dim):  # type: ignore
         store_f32(target + 4 * lane, load16(act_codec, source + act_bytes * lane))
 
 
-@compiled(cache=False)
+@helper
 def normalise_head(head, weight, eps, head_dim):  # type: ignore[no-untyped-def]
     """RMS norm of one fp32 head in place."""
     squares = splat(_ZERO)
@@ -50,7 +50,7 @@ def normalise_head(head, weight, eps, head_dim):  # type: ignore[no-untyped-def]
         store_float(head + 4 * d, load_float(head + 4 * d) * inverse * load_float(weight + 4 * d))
 
 
-@compiled(cache=False)
+@helper
 def rotate_head(head, cos, sin, factor, head_dim):  # type: ignore[no-untyped-def]
     """head = RoPE(head) * factor in place, half-split. Not fused, so that it rounds as plain torch does."""
     half = head_dim // 2
@@ -62,7 +62,7 @@ def rotate_head(head, cos, sin, factor, head_dim):  # type: ignore[no-untyped-de
         store_float(high, (second * c + first * s) * factor)
 
 
-@compiled(cache=False)
+@helper
 def make_storable(head, limit, head_dim):  # type: ignore[no-untyped-def]
     """Zero what is not finite, clamp the rest, in place: (saturated, non-finite elements, largest
     magnitude)."""
@@ -79,7 +79,7 @@ def make_storable(head, limit, head_dim):  # type: ignore[no-untyped-def]
     return saturated, nonfinite, lane_max(largest)
 
 
-@compiled(cache=False)
+@helper
 def store_head(codec, itemsize, head, largest, codes, scale_at, head_dim):  # type: ignore[no-untyped-def]
     """Encode one storable fp32 head into its slot."""
     literally(codec)

@@ -11,7 +11,7 @@ from numba import prange
 from deepinfer.kernels.codecs import Codec
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.attend import attend_unit
-from deepinfer.kernels.cpu.jit import compiled
+from deepinfer.kernels.cpu.jit import compiled, helper
 from deepinfer.kernels.cpu.kv_write import make_storable, normalise_head, rotate_head, store_head, unpack_head
 from deepinfer.kernels.cpu.memory import fetch_add
 
@@ -22,7 +22,7 @@ NUM_COUNTERS = 3
 """Entries of a call's int64 counters."""
 
 
-@compiled(cache=False)
+@helper
 def write_row(  # type: ignore[no-untyped-def]
     k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
     layer, table, position, qkv, queries, scale, eps,

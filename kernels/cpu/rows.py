@@ -12,7 +12,7 @@ from numba import literally, prange
 
 from deepinfer.kernels.codecs import Codec
 from deepinfer.kernels.cpu.codecs import load16, store16
-from deepinfer.kernels.cpu.jit import compiled
+from deepinfer.kernels.cpu.jit import compiled, helper
 from deepinfer.kernels.cpu.vec16 import LANES, add, fma, lane_sum, load_f32, mul, silu, splat, store_f32
 
 
@@ -24,7 +24,7 @@ class RowKernels(NamedTuple):
     silu_mul: Any
 
 
-@compiled(cache=False)
+@helper
 def scale_row(act_codec, act_bytes, x, weight, squares, eps, width, out):  # type: ignore[no-untyped-def]
     """out = x * weight / sqrt(mean of squares + eps)."""
     literally(act_codec)
@@ -35,7 +35,7 @@ def scale_row(act_codec, act_bytes, x, weight, squares, eps, width, out):  # typ
         store16(act_codec, out + act_bytes * lane, value)
 
 
-@compiled(cache=False)
+@helper
 def norm_row(act_codec, act_bytes, x, weight, eps, width, out):  # type: ignore[no-untyped-def]
     squares = splat(np.float32(0.0))
     for lane in range(0, width, LANES):
@@ -44,7 +44,7 @@ def norm_row(act_codec, act_bytes, x, weight, eps, width, out):  # type: ignore[
     scale_row(act_codec, act_bytes, x, weight, squares, eps, width, out)
 
 
-@compiled(cache=False)
+@helper
 def add_norm_row(act_codec, act_bytes, residual, delta, weight, eps, width, out):  # type: ignore[no-untyped-def]
     literally(act_codec)
     squares = splat(np.float32(0.0))
@@ -55,7 +55,7 @@ def add_norm_row(act_codec, act_bytes, residual, delta, weight, eps, width, out)
     scale_row(act_codec, act_bytes, residual, weight, squares, eps, width, out)
 
 
-@compiled(cache=False)
+@helper
 def silu_row(act_codec, act_bytes, gate, up, width, out):  # type: ignore[no-untyped-def]
     literally(act_codec)
     for lane in range(0, width, LANES):

@@ -31,7 +31,8 @@ E5M2_VALUES = torch.tensor([fp8_value(code, 2, 15) for code in range(256) if cod
 
 
 def awkward_values(seed=0):
-    """Random, subnormal, boundary, huge, zero of both signs, and the middle between neighbouring FP8 values."""
+    """Random, subnormal, boundary, huge, zero of both signs, and the middle between neighbouring FP8
+    values."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(4096, generator=generator)
     spread = normal * torch.exp(20 * torch.randn(4096, generator=generator))
@@ -49,13 +50,13 @@ def awkward_values(seed=0):
     return values[: len(values) // 64 * 64].view(-1, 64)
 
 
-@compiled(cache=False)
+@compiled()
 def decode_e4m3(source, target, count):
     for i in range(0, count, 16):
         store_f32(target + 4 * i, load16(4, source + i))
 
 
-@compiled(cache=False)
+@compiled()
 def decode_e5m2(source, target, count):
     for i in range(0, count, 16):
         store_f32(target + 4 * i, load16(5, source + i))
