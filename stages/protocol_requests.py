@@ -11,8 +11,6 @@ import numpy as np
 from deepinfer.stages.messages import SamplingParams
 from deepinfer.stages.protocol_errors import RequestId
 
-DEFAULT_MAX_NEW_TOKENS = 256
-
 
 class ChatMessage(msgspec.Struct, frozen=True):
     role: str
@@ -97,7 +95,7 @@ def to_sampling_params(
     generate: Generate,
     defaults: Mapping[str, Any],
     seed: int,
-    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+    max_new_tokens: int,
 ) -> SamplingParams:
     """Fills what the client left out: from `defaults` (the checkpoint's generation config), else neutrally.
 

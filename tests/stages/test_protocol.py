@@ -336,7 +336,7 @@ def test_a_misspelled_name_gets_a_suggestion():
 
 
 def test_what_the_client_left_out_comes_from_the_checkpoint_else_it_is_neutral():
-    assert to_sampling_params(generate(), {}, seed=3) == SamplingParams(seed=3, max_new_tokens=256)
+    assert to_sampling_params(generate(), {}, 3, 99) == SamplingParams(seed=3, max_new_tokens=99)
     checkpoint = {
         "do_sample": True,
         "temperature": 0.6,
@@ -344,11 +344,11 @@ def test_what_the_client_left_out_comes_from_the_checkpoint_else_it_is_neutral()
         "top_p": 0.95,
         "repetition_penalty": 1.1,
     }
-    filled = to_sampling_params(generate(), checkpoint, seed=3, max_new_tokens=12)
+    filled = to_sampling_params(generate(), checkpoint, 3, 12)
     assert filled == SamplingParams(
         temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1, seed=3, max_new_tokens=12
     )
-    assert to_sampling_params(generate(), {**checkpoint, "do_sample": False}, seed=3).temperature == 0.0
+    assert to_sampling_params(generate(), {**checkpoint, "do_sample": False}, 3, 12).temperature == 0.0
 
 
 def test_what_the_client_says_wins_over_the_checkpoint():
@@ -356,6 +356,6 @@ def test_what_the_client_says_wins_over_the_checkpoint():
     request = generate(
         temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, seed=0, max_new_tokens=1, logprobs=0
     )
-    assert to_sampling_params(request, checkpoint, seed=3) == SamplingParams(
+    assert to_sampling_params(request, checkpoint, 3, 99) == SamplingParams(
         seed=0, max_new_tokens=1, logprobs=0
     )

@@ -1,4 +1,4 @@
-"""The bytes of every message, as the server reads and writes them. The files are test data for every client."""
+"""The bytes of every message, as the server reads and writes them."""
 
 from __future__ import annotations
 
