@@ -39,7 +39,7 @@ _ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, head_dim, tile, tile_scales):  # type: ignore[no-untyped-def]
     """Decode tokens first .. first + count of one KV head to fp32 [16, head_dim], and their scales to [16].
 
-    Slots past `count` are not read: what lies there may be anything. Their rows become zeros.
+    Slots past `count` are not read: what lies there may be anything. Their rows and scales become zeros.
     """
     literally(codec)
     shift = layer[plan.BLOCK_SHIFT]
@@ -48,6 +48,7 @@ def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, 
         if token >= count:
             for lane in range(0, head_dim, LANES):
                 store_f32(target + 4 * lane, splat(_ZERO))
+            store_float(tile_scales + 4 * token, _ZERO)
             continue
         place = first + token
         block = np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES]

@@ -1,6 +1,7 @@
 """The fused paged attention against the plain torch reference, and the reference against torch's own
 attention."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,6 +132,23 @@ def test_nan_in_every_unused_slot_changes_no_bit(fmt, poison, window):
     poisoned = case.forward(case.attention("numba", case.pool(poison)), case.everything())
     assert torch.isfinite(clean).all()
     assert torch.equal(torch.cat(poisoned), clean)
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "int8"])
+def test_nan_left_in_scratch_memory_changes_no_bit(fmt):
+    case = Case(fmt, lengths=(1, 9, 31, 49))
+    attention = case.attention("numba", case.pool())
+    want = torch.cat(case.forward(attention, case.everything()))
+    rows = torch.cat(case.qkv)
+    starts = np.cumsum([0, *case.lengths])
+    positions = np.concatenate([np.arange(length) for length in case.lengths])
+    batch = AttentionBatch(positions, np.repeat(np.arange(4), case.lengths), case.tables, starts)
+    got = torch.empty_like(want)
+    for _ in range(2):
+        attention.forward(1, rows, batch, got)
+        assert torch.equal(got, want)
+        batch.workspace.scratch.fill(np.nan)
+        batch.workspace.queries.fill(np.nan)
 
 
 def test_nan_in_a_used_slot_is_seen():
