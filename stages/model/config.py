@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepinfer.stages.model.errors import CheckpointError
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MAX_LAYERS = 1000
+"""More than any model has; a damaged file must not make us build tables for a billion layers."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,23 @@ class ModelConfig:
             "sliding_windows": windows,
             "tied_head": self.tie_word_embeddings,
         }
+
+
+def check_sizes(layers: int, q_heads: int, kv_heads: int, head_dim: int, where: str) -> None:
+    """Raises CheckpointError, naming the file `where`, for sizes that no model of these families can have."""
+    if layers > MAX_LAYERS:
+        raise CheckpointError(f"{where}: {layers} layers, expected at most {MAX_LAYERS}")
+    if q_heads % kv_heads:
+        raise CheckpointError(
+            f"{where}: {q_heads} attention heads are no multiple of {kv_heads} key-value heads"
+        )
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(f"{where}: the head size is {head_dim}, expected a positive even number")
+
+
+def context_length(rope: RopeConfig, stated: int) -> int:
+    """yarn reaches factor times the original context, also where the checkpoint states the original one."""
+    return max(stated, int(rope.original_max_positions * rope.factor)) if rope.rope_type == "yarn" else stated
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

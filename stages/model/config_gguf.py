@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from deepinfer.stages.model.config import ModelConfig, RopeConfig
+from deepinfer.stages.model.config import ModelConfig, RopeConfig, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.json_fields import positive_number
 from deepinfer.stages.model.rope_json import yarn_mscale
@@ -39,16 +39,14 @@ def config_from_gguf(
     hidden, q_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     kv_heads = keys.integer("attention.head_count_kv", q_heads)
     head_dim = keys.integer("attention.key_length", hidden // q_heads)
-    if q_heads % kv_heads:
-        raise CheckpointError(
-            f"{where}: {q_heads} attention heads are no multiple of {kv_heads} key-value heads"
-        )
+    num_layers = keys.integer("block_count")
+    check_sizes(num_layers, q_heads, kv_heads, head_dim, where)
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(name, head_dim) != head_dim:
             raise UnsupportedModelError(
                 f"{where}: {name} {keys.get(name)} differs from the head size {head_dim}"
             )
-    num_layers = keys.integer("block_count")
+    rope = _rope(keys, frequency_divisors)
     window = keys.integer("attention.sliding_window", 0, least=0)
     return ModelConfig(
         family=architecture,
@@ -59,9 +57,9 @@ def config_from_gguf(
         head_dim=head_dim,
         intermediate_size=keys.integer("feed_forward_length"),
         vocab_size=_vocab_size(keys),
-        max_context=keys.integer("context_length"),
+        max_context=context_length(rope, keys.integer("context_length")),
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(keys, frequency_divisors),
+        rope=rope,
         windows=(window,) * num_layers,
         tie_word_embeddings="output.weight" not in tensor_names,
         eos_token_ids=eos_token_ids(metadata),

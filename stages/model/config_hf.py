@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepinfer.stages.model.config import FAMILIES, ModelConfig
+from deepinfer.stages.model.config import FAMILIES, ModelConfig, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.json_fields import ConfigFields, read_json
 from deepinfer.stages.model.rope_json import rope_from_json
@@ -38,11 +38,9 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
     kv_heads = fields.integer("num_key_value_heads") if fields.get("num_key_value_heads") else q_heads
     hidden = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim") if fields.get("head_dim") else hidden // q_heads
-    if q_heads % kv_heads:
-        raise CheckpointError(
-            f"{where}: {q_heads} attention heads are no multiple of {kv_heads} key-value heads"
-        )
     num_layers = fields.integer("num_hidden_layers")
+    check_sizes(num_layers, q_heads, kv_heads, head_dim, where)
+    rope = rope_from_json(fields)
     attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3") else False
     return ModelConfig(
         family=family,
@@ -53,9 +51,9 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
-        max_context=fields.integer("max_position_embeddings"),
+        max_context=context_length(rope, fields.integer("max_position_embeddings")),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope_from_json(fields),
+        rope=rope,
         windows=_windows(fields, family, num_layers),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         eos_token_ids=eos_token_ids(raw, generation, where),

@@ -81,11 +81,11 @@ def read_rope_frequencies(header: GGUFHeader, path: Path) -> tuple[float, ...]:
 
 
 class GGUFSource:
-    """Reads from a memory map that lives until `close`."""
+    """Reads from a memory map that lives until `close` (copy on write: the file is never changed)."""
 
     def __init__(self, path: Path, tensors: dict[str, GGUFTensor], config: ModelConfig):
         self._tensors, self._config = tensors, config
-        self._bytes: np.ndarray | None = np.memmap(path, np.uint8, mode="r")
+        self._bytes: np.ndarray | None = np.memmap(path, np.uint8, mode="c")
         self.headers = {
             name: TensorHeader(tensor.shape, tensor.type_name, tensor.nbytes)
             for name, tensor in tensors.items()
@@ -95,10 +95,10 @@ class GGUFSource:
         tensor = self._tensors[name]
         raw = self._raw(tensor)
         if tensor.type_name == "BF16":
-            values = torch.from_numpy(raw.copy()).view(torch.bfloat16).reshape(tensor.shape)
+            values = torch.from_numpy(raw).view(torch.bfloat16).reshape(tensor.shape)
         elif tensor.type_name in ("F32", "F16"):
             dtype = np.float32 if tensor.type_name == "F32" else np.float16
-            values = torch.from_numpy(raw.view(dtype).reshape(tensor.shape).copy())
+            values = torch.from_numpy(raw.view(dtype).reshape(tensor.shape))
         else:
             dense = gguf.dequantize(
                 raw.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.type_id)

@@ -105,7 +105,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 

@@ -83,6 +83,13 @@ def test_frequencies_are_those_of_transformers_in_old_and_new_spelling(
     assert torch.allclose(sin[299], angles.sin() * factor, atol=1e-6)
 
 
+def test_yarn_reaches_beyond_the_stated_context() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for stated in (32768, 131072):
+        config = _read(model_type="qwen2", max_position_embeddings=stated, rope_scaling=scaling)
+        assert config.max_context == 131072
+
+
 def test_end_tokens_come_from_both_files_as_one_id_or_a_list() -> None:
     assert _read(model_type="qwen2", eos_token_id=5).eos_token_ids == (5,)
     assert _read(model_type="llama", generation={"eos_token_id": [7, 9]}).eos_token_ids == (7, 9, 2)

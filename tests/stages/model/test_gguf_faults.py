@@ -11,7 +11,13 @@ from gguf_files import GGUFModelFile
 from test_gguf import WIDE
 from tiny_checkpoints import tiny_model
 
-from deepinfer.stages.model import CheckpointError, UnsupportedModelError, load_model, open_checkpoint
+from deepinfer.stages.model import (
+    CheckpointError,
+    ModelError,
+    UnsupportedModelError,
+    load_model,
+    open_checkpoint,
+)
 from deepinfer.stages.model.gguf_header import read_header
 
 
@@ -110,3 +116,21 @@ def test_hostile_lengths_in_the_header_are_refused(tmp_path: Path) -> None:
         (tmp_path / "x.gguf").write_bytes(content)
         with pytest.raises(CheckpointError, match="cut or damaged"):
             open_checkpoint(tmp_path / "x.gguf")
+
+
+def test_random_damage_to_the_header_gives_an_error_of_ours_or_a_sound_model(tmp_path: Path) -> None:
+    whole = bytearray(_llama_file(tmp_path).write().read_bytes())
+    size = read_header(tmp_path / "m.gguf").nbytes
+    random = np.random.default_rng(0)
+    damaged = tmp_path / "damaged.gguf"
+    refused = 0
+    for _ in range(400):
+        content = bytearray(whole)
+        for at in random.integers(0, size, random.integers(1, 4)):
+            content[at] = random.integers(0, 256)
+        damaged.write_bytes(content)
+        try:
+            open_checkpoint(damaged)
+        except ModelError:
+            refused += 1
+    assert refused > 100

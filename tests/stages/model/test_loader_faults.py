@@ -212,6 +212,8 @@ WRONG = {
     "a missing size": ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     "a wrong type": ({"hidden_size": "64"}, "hidden_size is '64'"),
     "heads that do not divide": ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3"),
+    "heads without a size": ({"num_attention_heads": 128, "head_dim": None}, "the head size is 0, expected"),
+    "a billion layers": ({"num_hidden_layers": 10**9}, "1000000000 layers, expected at most 1000"),
     "an infinite theta": ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf"),
     "a missing factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor of rope_type linear is None"),
     "a bad end token": ({"eos_token_id": [2, -1]}, "eos_token_id -1"),

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from deepinfer.stages.model import Checkpoint, Model, Tokenizer, load_model, load_tokenizer, open_checkpoint
 
-PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "你好！请介绍一下北京的历史。"]
-CHATS = ["Give me three facts about the moon.", "Write a haiku about rain 🌧️."]
+PROMPTS = ["def fibonacci(n):\n", "你好！请介绍一下北京的历史。"]
+CHATS = ["Write a haiku about rain 🌧️."]
 TEXT = """
 The harbour was quiet in the morning. Two boats had come in during the night and lay side by side at
 the stone wall, their nets still wet. A man with a red cap walked along the pier, counted the
