@@ -142,7 +142,7 @@ class DecodeStage(Stage):
         self.counters.kv_cpu_offload_failed_total += failed
         if not message.error:
             self._count_swap_out(message)
-        if not self._residency.swapped_out(message.rid, rejected=message.rejected, failed=failed):
+        if not self._residency.swapped_out(message.rid, refused=bool(message.error)):
             if not message.error:
                 self._drop_payload(message.rid)
             return

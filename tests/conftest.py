@@ -21,3 +21,11 @@ def smollm2_path() -> Path:
         if path.exists():
             return path
     return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random checkpoint with tokenizer; see `tiny`."""
+    from tiny import save_tiny_llama
+
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))

@@ -44,6 +44,8 @@ class Entry:
     """Times it was preempted."""
     yielded: int = 0
     """Tokens it produced in this residency."""
+    swap_refused: bool = False
+    """The host had no room for it, or the copy failed, and nothing has left the host since."""
     busy: bool = False
     """A PrefillChunk names it: its blocks belong to the prefill stage."""
     ended: bool = False

@@ -28,8 +28,6 @@ class Residency:
         self._turn = 0
         self._claimant: int | None = None
         """The newcomer for whom victims are moving out: what they leave is its, not theirs."""
-        self.host_full = False
-        """The byte budget refused a swap, and no payload has left the host since."""
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -134,8 +132,9 @@ class Residency:
         entry.length += 1
         entry.yielded += 1
 
-    def swapped_out(self, rid: int, rejected: bool = False, failed: bool = False) -> bool:
-        """The copy is safe on the host (only now the blocks are freed), or it was refused and the request goes on.
+    def swapped_out(self, rid: int, refused: bool = False) -> bool:
+        """The copy is safe on the host (only now the blocks are freed), or it was refused (no room, or the copy failed)
+        and the request goes on.
 
         False when the request ended meanwhile; then a payload that was made is to be dropped.
         """
@@ -143,9 +142,9 @@ class Residency:
         if entry.ended:
             self._forget(entry)
             return False
-        if rejected or failed:
+        if refused:
             entry.state = entry.state_before_swap
-            self.host_full = self.host_full or rejected
+            entry.swap_refused = True
             self._claimant = None
         else:
             self.ledger.release(rid)
@@ -159,7 +158,7 @@ class Residency:
         False when the request ended meanwhile.
         """
         entry = self.entries[rid]
-        self.host_full = False
+        self.payload_dropped()
         if entry.ended:
             self._forget(entry)
             return False
@@ -169,7 +168,9 @@ class Residency:
         return True
 
     def payload_dropped(self) -> None:
-        self.host_full = False
+        """The host has room again: whoever was refused may be asked once more."""
+        for entry in self.entries.values():
+            entry.swap_refused = False
 
     # --- the rules --------------------------------------------------------------------------------------------
 
@@ -226,16 +227,16 @@ class Residency:
     def _may_preempt(self, entry: Entry) -> bool:
         """Only a newcomer may push others out, only while nobody is parked, and only into the host: work that is done
         is never thrown away for it."""
-        if entry.parks or not self._can_swap():
+        if entry.parks or not self.config.swap:
             return False
         return not any(other.parks for other in self._outside())
 
-    def _can_swap(self) -> bool:
-        return self.config.swap and not self.host_full
+    def _can_swap(self, victim: Entry) -> bool:
+        return self.config.swap and not victim.swap_refused
 
     def _make_room(self, newcomer: Entry, moves: Moves) -> None:
         short = self._blocks_wanted(newcomer) - self._room(newcomer) - self._arriving_blocks()
-        victims = self._victims(newcomer)
+        victims = [victim for victim in self._victims(newcomer) if self._can_swap(victim)]
         if short <= 0 or sum(self.ledger.held(victim.rid) for victim in victims) < short:
             return
         self._claimant = newcomer.rid
@@ -272,19 +273,17 @@ class Residency:
         if self._arriving_blocks():
             return
         victims = self._victims(senior)
-        if not victims and not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN):
+        nothing_moves = not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN)
+        if not victims and nothing_moves:
             victims = self._victims(senior, forced=True)
-            if not victims:
-                moves.exhausted.append(stalled[-1].rid)
-                return
-        for victim in victims[:1]:
-            if self._can_swap():
-                self._start_swap_out(victim, moves)
-            elif self.config.recompute:
-                self._recompute(victim)
-                moves.recomputed.append(victim.rid)
-            elif not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN):
-                moves.exhausted.append(stalled[-1].rid)
+        swappable = [victim for victim in victims if self._can_swap(victim)]
+        if swappable:
+            self._start_swap_out(swappable[0], moves)
+        elif victims and self.config.recompute:
+            self._recompute(victims[0])
+            moves.recomputed.append(victims[0].rid)
+        elif nothing_moves:
+            moves.exhausted.append(stalled[-1].rid)
 
     def _start_swap_out(self, victim: Entry, moves: Moves) -> None:
         victim.state_before_swap = victim.state
@@ -293,6 +292,7 @@ class Residency:
 
     def _recompute(self, entry: Entry) -> None:
         self.ledger.release(entry.rid)
+        entry.swap_refused = False
         entry.state = State.WAITING
         entry.cached = entry.target = 0
         entry.parks += 1

@@ -23,6 +23,7 @@ class Simulation:
     config: ResidencyConfig = field(default_factory=ResidencyConfig)
     host_blocks: int = 1_000_000
     slow: int = 3
+    copy_failures: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -98,8 +99,8 @@ class Simulation:
 
     def _out_done(self, rid: int) -> None:
         blocks = self.ledger.held(rid)
-        if sum(self.payloads.values()) + blocks > self.host_blocks:
-            self.policy.swapped_out(rid, rejected=True)
+        if sum(self.payloads.values()) + blocks > self.host_blocks or self.random.random() < self.copy_failures:
+            self.policy.swapped_out(rid, refused=True)
             return
         self.swaps += 1
         if self.policy.swapped_out(rid):
@@ -156,7 +157,7 @@ def test_the_reference_smoke_swaps_and_resumes_once_a_round():
     assert_all_returned(simulation)
 
 
-@pytest.mark.parametrize("policy", ["swap", "recompute", "small host"])
+@pytest.mark.parametrize("policy", ["swap", "recompute", "small host", "failing copies"])
 def test_every_request_ends_with_all_its_tokens_in_pools_barely_larger_than_one(policy):
     for seed in range(400):
         rng = random.Random(seed)
@@ -168,7 +169,11 @@ def test_every_request_ends_with_all_its_tokens_in_pools_barely_larger_than_one(
             quantum=rng.choice([1, 4]),
             max_parks=rng.choice([1, 3]),
         )
-        simulation = Simulation(blocks, seed, config, host_blocks=blocks if policy == "small host" else 1_000_000)
+        simulation = Simulation(blocks, seed, config)
+        if policy == "small host":
+            simulation.host_blocks = blocks // 2
+        if policy == "failing copies":
+            simulation.copy_failures = 0.5
         for rid in range(rng.randint(2, 10)):
             prompt = rng.randint(1, longest - 2)
             simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]))

@@ -1,0 +1,331 @@
+"""The whole daemon in one process, on a tiny model: every stage, every socket, every state."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer.clients import DeepInferError, Done, Preempted, Resumed
+from deepinfer.daemon.engine import Engine
+from deepinfer.stages.memory.entries import State
+
+FORMATS = ["auto", "fp16", "int8", "fp8", "e5m2"]
+PROMPT = "The quick brown fox jumps"
+
+
+def settled(engine: Engine) -> None:
+    """Nothing is held by anyone: no block, no host byte, no record."""
+    give_up = time.monotonic() + 20
+    host = engine.host
+    while time.monotonic() < give_up:
+        if not host.residency.entries and not host.requests and host.arena.used_bytes == 0:
+            break
+        time.sleep(0.01)
+    host.residency.ledger.audit()
+    assert host.residency.entries == {}
+    assert host.requests == {}
+    assert host.residency.ledger.free == host.plan.num_blocks
+    assert host.arena.used_bytes == 0
+
+
+def solo(engine: Engine, prompt: Any, **fields: Any) -> tuple[int, ...]:
+    return engine.complete(prompt, **fields).ids
+
+
+def force_swaps(engine: Engine, when: Callable[[Any], bool]) -> list[int]:
+    """Swap out every running request for which `when(entry)` holds, in the decode thread, between two steps."""
+    residency = engine.host.residency
+    original = residency.moves
+    swapped: list[int] = []
+
+    def moves() -> Any:
+        decided = original()
+        for entry in list(residency.entries.values()):
+            if entry.state in (State.DECODE, State.PREFILL) and not entry.locked and when(entry):
+                swapped.append(entry.rid)
+                residency._start_swap_out(entry, decided)
+        return decided
+
+    residency.moves = moves
+    return swapped
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("attention", ["numba", "reference"])
+def test_every_kv_format_answers_on_both_attention_paths(tiny_path, kv_format, attention):
+    with Engine(tiny_path, kv_cache_dtype=kv_format, attention=attention, num_blocks=32) as engine:
+        result = engine.complete(PROMPT, max_new_tokens=20, ignore_eos=True)
+        assert len(result.ids) == 20
+        assert result.finish_reason == "length"
+        assert result.usage["prompt_tokens"] == len(PROMPT)
+        settled(engine)
+
+
+def test_streams_that_fit_alone_but_not_together_all_finish_as_if_alone(tiny_path):
+    prompts = [f"{PROMPT} {number}" for number in range(4)]
+    fields = {"max_new_tokens": 60, "ignore_eos": True}
+    settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 14, "residency_quantum": 1}
+    with Engine(tiny_path, **settings) as engine:
+        alone = [solo(engine, prompt, **fields) for prompt in prompts]
+        streams = [engine.generate(prompt, **fields) for prompt in prompts]
+        together = [stream.result() for stream in streams]
+        assert [result.ids for result in together] == alone
+        assert sum(result.preemptions for result in together) >= 1
+        settled(engine)
+        time.sleep(0.3)
+        status = engine.status()
+        counters = status["counters"]
+        assert counters["requests_swapped_total"] >= 1
+        assert counters["requests_resumed_total"] == counters["requests_swapped_total"]
+        assert counters["kv_cpu_reload_bytes_total"] == counters["kv_cpu_offload_bytes_total"] > 0
+        assert status["blocks"] == {"total": 14, "free": 14}
+        assert status["cpu_offload"]["payload_bytes"] == 0
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_swap_at_any_token_changes_nothing(tiny_path, kv_format):
+    fields = {"max_new_tokens": 24, "ignore_eos": True}
+    with Engine(tiny_path, kv_cache_dtype=kv_format, batch_invariant=True, block_size=8, num_blocks=32) as engine:
+        alone = solo(engine, PROMPT, **fields)
+        at = {"length": -1}
+        done: set[int] = set()
+
+        def when(entry: Any) -> bool:
+            if entry.length == at["length"] and entry.rid not in done:
+                done.add(entry.rid)
+                return True
+            return False
+
+        swapped = force_swaps(engine, when)
+        for token in range(0, 24):
+            at["length"] = len(PROMPT) + token
+            assert solo(engine, PROMPT, **fields) == alone, f"swapped before token {token}"
+        assert len(swapped) == 24
+        settled(engine)
+
+
+def test_a_swap_that_loses_its_payload_bytes_is_seen(tiny_path):
+    """The control arm of the test above: with a copy that does nothing, the ids change."""
+    fields = {"max_new_tokens": 24, "ignore_eos": True}
+
+    def no_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.zero_()
+
+    with Engine(tiny_path, batch_invariant=True, block_size=8, num_blocks=32, copy=no_copy) as engine:
+        alone = solo(engine, PROMPT, **fields)
+        done: set[int] = set()
+        force_swaps(engine, lambda e: e.length == len(PROMPT) + 3 and e.rid not in done and not done.add(e.rid))
+        assert solo(engine, PROMPT, **fields) != alone
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 17, 64])
+@pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
+def test_the_chunk_size_changes_nothing_in_invariant_mode(tiny_path, chunk, kv_format):
+    prompt = list(range(1, 120))
+    fields = {"max_new_tokens": 16, "ignore_eos": True}
+    settings = {"kv_cache_dtype": kv_format, "batch_invariant": True, "num_blocks": 32}
+    with Engine(tiny_path, prefill_chunk_tokens=256, **settings) as engine:
+        whole = solo(engine, prompt, **fields)
+    with Engine(tiny_path, prefill_chunk_tokens=chunk, **settings) as engine:
+        assert solo(engine, prompt, **fields) == whole
+
+
+def test_company_changes_nothing_in_invariant_mode(tiny_path):
+    fields = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.9, "seed": 5, "logprobs": 2}
+    with Engine(tiny_path, batch_invariant=True, num_blocks=200) as engine:
+        alone = engine.complete(PROMPT, **fields)
+        others = [engine.generate(f"number {n} " * n, max_new_tokens=20 + n, ignore_eos=True) for n in range(1, 9)]
+        among = engine.complete(PROMPT, **fields)
+        for other in others:
+            other.result()
+        assert among.ids == alone.ids
+        assert among.logprobs == alone.logprobs
+
+
+def test_without_host_memory_requests_are_computed_again_and_nothing_changes(tiny_path):
+    prompts = [f"{PROMPT} {number}" for number in range(4)]
+    fields = {"max_new_tokens": 60, "ignore_eos": True}
+    settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 14, "residency_quantum": 1}
+    with Engine(tiny_path, cpu_offload=False, **settings) as engine:
+        alone = [solo(engine, prompt, **fields) for prompt in prompts]
+        together = [stream.result() for stream in [engine.generate(prompt, **fields) for prompt in prompts]]
+        assert [result.ids for result in together] == alone
+        settled(engine)
+        time.sleep(0.3)
+        counters = engine.status()["counters"]
+        assert counters["requests_recomputed_total"] >= 1
+        assert counters["replayed_tokens_total"] >= 1
+        assert counters["requests_swapped_total"] == 0
+        assert counters["prompt_tokens_total"] == 2 * sum(len(prompt) for prompt in prompts)
+
+
+def test_failed_copies_lose_nothing(tiny_path):
+    prompts = [f"{PROMPT} {number}" for number in range(4)]
+    fields = {"max_new_tokens": 60, "ignore_eos": True}
+    calls = {"count": 0}
+
+    def flaky(destination: torch.Tensor, source: torch.Tensor) -> None:
+        calls["count"] += 1
+        if calls["count"] % 3 == 0:
+            raise RuntimeError("injected")
+        destination.copy_(source)
+
+    settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 14, "residency_quantum": 1}
+    with Engine(tiny_path, copy=flaky, **settings) as engine:
+        alone = [solo(engine, prompt, **fields) for prompt in prompts]
+        together = [stream.result() for stream in [engine.generate(prompt, **fields) for prompt in prompts]]
+        assert [result.ids for result in together] == alone
+        settled(engine)
+        time.sleep(0.3)
+        assert engine.status()["counters"]["kv_cpu_offload_failed_total"] >= 1
+
+
+def test_preempted_and_resumed_come_in_pairs_and_the_pause_is_reported(tiny_path):
+    done: set[int] = set()
+
+    def slow(destination: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.05)
+        destination.copy_(source)
+
+    with Engine(tiny_path, num_blocks=32, copy=slow) as engine:
+        force_swaps(engine, lambda e: e.length == len(PROMPT) + 3 and e.rid not in done and not done.add(e.rid))
+        events = list(engine.generate(PROMPT, max_new_tokens=12, ignore_eos=True))
+        kinds = [type(event) for event in events if not event.text]
+        assert kinds.count(Preempted) == kinds.count(Resumed) == 1
+        assert kinds.index(Preempted) < kinds.index(Resumed)
+        last = events[-1]
+        assert isinstance(last, Done)
+        assert last.timings["parks"] == 1
+        assert last.timings["swapped_s"] > 0.05
+        assert last.timings["longest_gap_s"] >= last.timings["swapped_s"]
+
+
+def test_cancel_in_every_state_ends_the_stream_once_and_gives_everything_back(tiny_path):
+    """Cancels from the decode thread at the moment when a request is in a given state."""
+    gate = threading.Event()
+
+    def gated(destination: torch.Tensor, source: torch.Tensor) -> None:
+        gate.wait(0.05)
+        destination.copy_(source)
+
+    with Engine(tiny_path, num_blocks=16, prefill_chunk_tokens=4, copy=gated) as engine:
+        residency, decode = engine.host.residency, engine.host.decode
+        original_work = decode.work
+        target: dict[str, Any] = {}
+
+        def cancel_if_there() -> None:
+            for entry in list(residency.entries.values()):
+                if entry.state is target.get("state"):
+                    target.clear()
+                    decode._finish(entry.rid, "cancelled")
+
+        def work() -> bool:
+            cancel_if_there()
+            more = original_work()
+            cancel_if_there()
+            return more
+
+        decode.work = work
+        swaps: set[int] = set()
+        force_swaps(engine, lambda e: e.length == len(PROMPT) + 2 and e.rid not in swaps and not swaps.add(e.rid))
+        for state in State:
+            target["state"] = state
+            result = engine.complete(PROMPT, max_new_tokens=30, ignore_eos=True)
+            assert result.finish_reason == "cancelled", state
+            assert not target, state
+            settled(engine)
+            assert engine.complete(PROMPT, max_new_tokens=3).finish_reason in ("length", "stop")
+        settled(engine)
+
+
+def test_a_client_cancels_a_stream_and_others_go_on(tiny_path):
+    with Engine(tiny_path, num_blocks=64) as engine:
+        keep = engine.generate(PROMPT, max_new_tokens=80, ignore_eos=True)
+        stream = engine.generate(PROMPT, max_new_tokens=400, ignore_eos=True)
+        for event in stream:
+            if event.text:
+                stream.cancel()
+                stream.cancel()
+        result = stream.result()
+        assert result.finish_reason == "cancelled"
+        assert 1 <= result.usage["completion_tokens"] < 400
+        assert keep.result().usage["completion_tokens"] == 80
+        settled(engine)
+
+
+def test_a_stop_string_ends_the_stream_and_is_not_in_the_text(tiny_path):
+    with Engine(tiny_path, num_blocks=64) as engine:
+        free = engine.complete(PROMPT, max_new_tokens=60, ignore_eos=True)
+        text = free.text
+        stop = text[10:13]
+        result = engine.complete(PROMPT, max_new_tokens=60, ignore_eos=True, stop=[stop])
+        assert result.finish_reason == "stop"
+        assert result.stop == stop
+        assert result.text == text[: text.index(stop)]
+        settled(engine)
+
+
+def test_deltas_together_are_the_full_decode(tiny_path):
+    with Engine(tiny_path, num_blocks=64) as engine:
+        for seed in range(6):
+            events = list(engine.generate(PROMPT, max_new_tokens=50, temperature=1.5, seed=seed, ignore_eos=True))
+            text = "".join(event.text for event in events)
+            ids = [token for event in events for token in getattr(event, "ids", ())]
+            assert len(ids) == 50
+            assert text == engine.client.detokenize(ids)
+
+
+def test_a_request_that_could_not_run_alone_is_refused_with_the_numbers(tiny_path):
+    with Engine(tiny_path, num_blocks=4, block_size=8) as engine:
+        with pytest.raises(DeepInferError) as refused:
+            engine.complete("x" * 20, max_new_tokens=14)
+        assert refused.value.code in ("context_exceeded", "kv_capacity_exceeded")
+        assert "34" in refused.value.message
+        assert engine.complete("x" * 20, max_new_tokens=13, ignore_eos=True).usage["completion_tokens"] == 13
+        assert engine.complete("x" * 20, ignore_eos=True).usage["completion_tokens"] == 13
+        settled(engine)
+
+
+def test_a_deadline_ends_the_stream_with_an_error_and_gives_its_blocks_back(tiny_path):
+    with Engine(tiny_path, num_blocks=64) as engine:
+        with pytest.raises(DeepInferError) as ended:
+            engine.complete(PROMPT, max_new_tokens=450, ignore_eos=True, deadline_ms=40)
+        assert ended.value.code == "deadline_exceeded"
+        settled(engine)
+
+
+def test_weights_that_give_nan_end_that_request_with_a_reason(tiny_path):
+    with Engine(tiny_path, num_blocks=64) as engine:
+        embedding = engine.host.model.embedding
+        with torch.inference_mode():
+            embedding[5] = float("nan")
+        fine = engine.generate([9, 10, 11], max_new_tokens=4, ignore_eos=True, logit_bias={5: -100})
+        with pytest.raises(DeepInferError) as ended:
+            engine.complete([3, 4, 5, 6], max_new_tokens=4)
+        assert ended.value.code == "non_finite_logits"
+        assert fine.result().usage["completion_tokens"] == 4
+        settled(engine)
+
+
+def test_a_dead_stage_ends_every_stream_with_an_error(tiny_path):
+    engine = Engine(tiny_path, num_blocks=64)
+
+    def broken(spans: Any) -> Any:
+        raise RuntimeError("injected")
+
+    stream = engine.generate(PROMPT, max_new_tokens=400, ignore_eos=True)
+    next(iter(stream))
+    engine.host.decode._runner.run = broken
+    with pytest.raises(DeepInferError) as ended:
+        stream.result()
+    assert ended.value.code == "engine_failed"
+    with pytest.raises(DeepInferError) as refused:
+        engine.complete(PROMPT)
+    assert refused.value.code == "not_ready"
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.close()
