@@ -20,7 +20,8 @@ def byte_fallback_ids(vocab: Mapping[str, int]) -> frozenset[int]:
 
 
 class IncrementalDetokenizer:
-    """One per stream. `decode` maps ids to text, drops special tokens or not, and must not clean up spaces.
+    """One per stream. `decode` maps ids to text, with or without special tokens. It may drop a leading space
+    (as sentencepiece does) but must not clean up others.
 
     Text is held back while later ids may still change it: an incomplete UTF-8 sequence, and a run of byte
     fallback tokens, which is decoded as a whole or, if any byte of it is wrong, becomes one U+FFFD per byte.
@@ -79,19 +80,10 @@ class IncrementalDetokenizer:
         return self._silent[id]
 
     def _trim(self, text: str) -> None:
-        """Drops ids whose text is out, if the shorter window provably ends in the same unreturned text."""
+        """Drops ids whose text is out. What is not out hangs on the last 4 audible ids at most."""
         audible = [id for id in self._window[: self._closed] if not self._is_silent(id)]
-        self._replace_closed(audible)
-        rest = text[self._emitted :]
-        keep = CONTEXT_IDS
-        while keep < len(audible):
-            shorter = self._decode(audible[-keep:])
-            if len(shorter) > len(rest) and shorter.endswith(rest):
-                self._replace_closed(audible[-keep:])
-                self._emitted = len(shorter) - len(rest)
-                return
-            keep *= 2
-
-    def _replace_closed(self, ids: list[int]) -> None:
-        self._window[: self._closed] = ids
-        self._closed = self._decoded = len(ids)
+        kept = audible[-CONTEXT_IDS:]
+        unreturned = len(text) - self._emitted
+        self._emitted = len(self._decode(kept)) - unreturned
+        self._window[: self._closed] = kept
+        self._closed = self._decoded = len(kept)

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer.clients import Client, Timeouts
+from deepinfer.clients import Client
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_server import FakeServer
-
-QUICK = Timeouts(connect=2.0, call=2.0, idle=0.3, close=1.0)
+from fake_server import QUICK, FakeServer
 
 
 @pytest.fixture

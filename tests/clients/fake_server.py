@@ -13,6 +13,10 @@ from typing import Any
 import msgpack
 import zmq
 
+from deepinfer.clients import Timeouts
+
+QUICK = Timeouts(connect=2.0, call=2.0, idle=0.3, close=1.0)
+"""For clients of the fake, so that a test of silence is short."""
 USAGE = {"prompt_tokens": 3, "cached_tokens": 1, "completion_tokens": 0, "total_tokens": 3}
 TIMINGS = {"queue_s": 0.0, "prefill_s": 0.1, "ttft_s": 0.2, "decode_s": 0.3, "swapped_s": 0.0, "parks": 0}
 

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 import zmq
-from conftest import QUICK
-from fake_server import FakeServer
+from fake_server import QUICK, FakeServer
 
 from deepinfer.clients import (
     Accepted,
