@@ -11,6 +11,7 @@ from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.gguf_codes import GROUP
+from deepinfer.stages.model.heap import trim_heap
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
 from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
@@ -42,6 +43,7 @@ def load_model(
             reader.finish()
     finally:
         checkpoint.source.close()
+        trim_heap()
     return model
 
 

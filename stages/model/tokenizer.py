@@ -17,6 +17,7 @@ from deepinfer.stages.model.json_fields import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -102,6 +103,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
+    if not any((folder / name).exists() for name in _VOCABULARIES):
+        raise CheckpointError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
     from transformers import AutoTokenizer
 
     try:

@@ -113,6 +113,15 @@ def test_a_missing_chat_template_and_refused_messages_are_clear_errors(
         load_tokenizer(tmp_path).render_chat(CHAT)
 
 
+def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer: none of tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_gguf_file_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama"), "llama")
     del file.writer.kv_data[0]["tokenizer.ggml.tokens"]
