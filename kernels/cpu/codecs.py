@@ -21,7 +21,7 @@ VI16 = ir.VectorType(ir.IntType(16), LANES)
 VHALF = ir.VectorType(ir.HalfType(), LANES)
 
 
-def _decode(builder: Any, number: int, address: Any) -> Any:
+def decode(builder: Any, number: int, address: Any) -> Any:
     if number == FP32.number:
         return load(builder, address)
     if number == FP16.number:
@@ -97,7 +97,7 @@ def load16(_typing: Any, codec: Any, address: Any) -> Any:
     number = codec.literal_value
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return _decode(builder, number, args[1])
+        return decode(builder, number, args[1])
 
     return vec16(codec, nt.int64), emit
 

@@ -31,8 +31,9 @@ def _pair_sums(builder: Any, a: Any, b: Any, width: int) -> Any:
     return builder.fadd(shuffle(builder, a, b, joined_lower), shuffle(builder, a, b, joined_upper))
 
 
-def _token_sums(builder: Any, vectors: list[Any], width: int) -> Any:
-    """One vector whose lane t is the sum of vector t's lanes (by halves)."""
+def token_sums(builder: Any, vectors: list[Any]) -> Any:
+    """One vector whose lane t is the sum of the lanes of `vectors[t]`, sixteen of them, added by halves."""
+    width = LANES
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors, width = [_pair_sums(builder, a, b, width) for a, b in pairs], width // 2
@@ -58,7 +59,7 @@ def tile_scores(_typing: Any, q: Any, k: Any, dim: Any) -> Any:
                 key = load(builder, offset(builder, row, chunk * _VECTOR_BYTES))
                 total = fused(builder, query[chunk], key, total)
             partial.append(total)
-        return _token_sums(builder, partial, LANES)
+        return token_sums(builder, partial)
 
     return vec16(nt.int64, nt.int64, dim), emit
 

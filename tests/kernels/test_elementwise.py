@@ -1,0 +1,83 @@
+"""Norms and the gated activation against plain torch."""
+
+import pytest
+import torch
+
+from deepinfer.kernels.elementwise import (
+    add_rms_norm,
+    reference_rms_norm,
+    reference_silu_mul,
+    rms_norm,
+    silu_mul,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got, expected, dtype):
+    limit = 2e-6 if dtype == torch.float32 else 2.0**-8
+    return got.dtype == dtype and torch.allclose(got.float(), expected, atol=limit / 10, rtol=limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 48), (200, 576), (4, 40)])
+def test_norms_agree_with_torch(dtype, shape):
+    x, weight, delta = 3 * random(*shape), random(shape[1], seed=1), random(*shape, seed=2).to(dtype)
+    out, residual = torch.empty(shape, dtype=dtype), x.clone()
+    rms_norm(x, weight, 1e-5, out)
+    assert close(out, reference_rms_norm(x, weight, 1e-5), dtype)
+    add_rms_norm(residual, delta, weight, 1e-5, out)
+    assert torch.equal(residual, x + delta)
+    assert close(out, reference_rms_norm(residual, weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1536), (3, 48), (100, 1536), (4, 40)])
+def test_the_gated_activation_agrees_with_torch(dtype, shape):
+    gate_up = (8 * random(shape[0], 2 * shape[1])).to(dtype)
+    gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, -80.0])
+    out = torch.empty(shape, dtype=dtype)
+    silu_mul(gate_up, out)
+    assert close(out, reference_silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_bit_equal_in_any_batch(dtype):
+    x, weight, delta = random(300, 576), random(576, seed=1), random(300, 576, seed=2).to(dtype)
+    gate_up = random(300, 1152, seed=3).to(dtype)
+    whole, single = torch.empty(300, 576, dtype=dtype), torch.empty(300, 576, dtype=dtype)
+    residual = x.clone()
+    add_rms_norm(residual, delta, weight, 1e-5, whole)
+    for row in range(300):
+        add_rms_norm(x[row : row + 1], delta[row : row + 1], weight, 1e-5, single[row : row + 1])
+    assert torch.equal(whole, single)
+    assert torch.equal(residual, x)
+    silu_mul(gate_up, whole)
+    for row in range(300):
+        silu_mul(gate_up[row : row + 1], single[row : row + 1])
+    assert torch.equal(whole, single)
+
+
+def test_nan_stays_in_its_row():
+    x, out = random(3, 64), torch.empty(3, 64, dtype=torch.bfloat16)
+    x[1, 5] = torch.nan
+    rms_norm(x, torch.ones(64), 1e-5, out)
+    assert torch.isnan(out).any(dim=1).tolist() == [False, True, False]
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    x, weight = torch.zeros(2, 64), torch.ones(64)
+    with pytest.raises(ValueError, match="do not fit"):
+        rms_norm(x, weight[:32], 1e-5, torch.empty(2, 64))
+    with pytest.raises(ValueError, match="need fp32 x"):
+        rms_norm(x, weight, 1e-5, torch.empty(2, 64, dtype=torch.float16))
+    with pytest.raises(ValueError, match="must be as out"):
+        add_rms_norm(x, torch.zeros(2, 64, dtype=torch.bfloat16), weight, 1e-5, torch.empty(2, 64))
+    with pytest.raises(ValueError, match="contiguous"):
+        rms_norm(torch.zeros(64, 2).t(), weight, 1e-5, torch.empty(2, 64))
+    with pytest.raises(ValueError, match="does not fit out"):
+        silu_mul(torch.zeros(2, 100), torch.empty(2, 64))
