@@ -110,13 +110,20 @@ def stop_daemon(folder: Path, now: bool) -> int:
             return error.code
         os.kill(pid, signal.SIGTERM)
     give_up = time.monotonic() + STOP_SECONDS
-    while is_locked(folder) or psutil.pid_exists(pid):
+    while is_locked(folder) or _runs(pid):
         if time.monotonic() > give_up:
             click.echo(f"the daemon (process {pid}) is still there after {STOP_SECONDS:.0f} s", err=True)
             return EXIT_HUNG
         time.sleep(0.05)
     click.echo("stopped")
     return EXIT_READY
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def stream_answer(folder: Path, fields: dict[str, Any]) -> int:

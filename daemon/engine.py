@@ -17,7 +17,7 @@ from deepinfer.daemon.engine_host import EngineHost, Progress, Vocabulary
 from deepinfer.daemon.topology import one_process
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
-from deepinfer.stages.messages import Drain, EngineReady, Halt, encode
+from deepinfer.stages.messages import Drain, EngineReady, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.offload import CopyRows, copy_rows
 from deepinfer.stages.protocol import Limits
@@ -98,9 +98,8 @@ class Engine:
         ended = self.host.wait(STOP_SECONDS)
         failure = self.host.failure()
         if failure is not None:
-            self.host.halt(self.context, self.topology)
-        self._outbox.send(encode(Halt()))
-        if not (self.admission.join(STOP_SECONDS) and ended):
+            self.host.halt()
+        if not (self.admission.stop(STOP_SECONDS) and ended):
             alive = [stage.name for stage in (self.admission, *self.host.stages) if not stage.join(0)]
             raise EngineError(f"stages did not end within {STOP_SECONDS:.0f} s: {', '.join(alive)}")
         self._outbox.close(linger=0)

@@ -21,7 +21,7 @@ from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.pool import KVPool
 from deepinfer.stages.memory.residency import Residency
 from deepinfer.stages.memory.sizes import blocks_for
-from deepinfer.stages.messages import Halt, SamplingParams, Submit, encode
+from deepinfer.stages.messages import SamplingParams, Submit
 from deepinfer.stages.model import Executor, load_model, open_checkpoint, resolve_model
 from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.sampler import Sampler
@@ -163,14 +163,10 @@ class EngineHost:
     def failure(self) -> BaseException | None:
         return next((stage.failure for stage in self.stages if stage.failure is not None), None)
 
-    def halt(self, context: zmq.Context, topology: Topology) -> None:
+    def halt(self) -> None:
         """End every stage without waiting for the others: for when one of them has died."""
         for stage in self.stages:
-            socket = context.socket(zmq.PUSH)
-            socket.connect(getattr(topology, stage.name))
-            socket.send(encode(Halt()))
-            stage.join()
-            socket.close(linger=0)
+            stage.stop()
 
     def summary(self) -> dict[str, Any]:
         """What `start` prints and `status` shows: effective values, not wished ones."""

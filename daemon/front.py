@@ -20,9 +20,10 @@ from deepinfer.daemon.supervisor import EngineProcess
 from deepinfer.daemon.topology import two_processes
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
-from deepinfer.stages.messages import Drain, EngineFailed, Halt, Message, encode
+from deepinfer.stages.messages import Drain, EngineFailed, Message, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.protocol import PROTOCOL_VERSION, Limits
+from deepinfer.stages.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,14 @@ class Front:
 
     def run(self) -> int:
         began = time.monotonic()
-        path = resolve_model(self.config.model)
-        engine = EngineProcess(self.config.engine(), self.topology)
-        self.board.info["engine_pid"] = engine.pid
-        stages: list[Any] = []
+        engine: EngineProcess | None = None
+        stages: list[Stage] = []
         self._outbox = self.context.socket(zmq.PUSH)
+        self._outbox.setsockopt(zmq.LINGER, 0)
         try:
+            path = resolve_model(self.config.model)
+            engine = EngineProcess(self.config.engine(), self.topology)
+            self.board.info["engine_pid"] = engine.pid
             tokenizer = load_tokenizer(path)
             self.limits = Limits(vocab_size=tokenizer.vocab_size)
             stages = [self._admission(tokenizer), self._control()]
@@ -82,8 +85,7 @@ class Front:
         )
 
     def _control(self) -> ControlStage:
-        self._control_inbox = "inproc://control-inbox"
-        return ControlStage(self.context, self._control_inbox, self.topology.control, self.board, self._wish_stop)
+        return ControlStage(self.context, "inproc://control-inbox", self.topology.control, self.board, self._wish_stop)
 
     # --- the watch --------------------------------------------------------------------------------------------
 
@@ -169,18 +171,13 @@ class Front:
     def _tell_admission(self, message: Message) -> None:
         self._outbox.send(encode(message))
 
-    def _end(self, engine: EngineProcess, stages: list[Any]) -> None:
+    def _end(self, engine: EngineProcess | None, stages: list[Stage]) -> None:
         """Nothing is left behind: processes, threads, sockets, files."""
-        engine.end()
-        if stages:
-            self._tell_admission(Halt())
-            halt_control = self.context.socket(zmq.PUSH)
-            halt_control.connect(self._control_inbox)
-            halt_control.send(encode(Halt()))
-            for stage in stages:
-                stage.join(CUT_SECONDS)
-            halt_control.close(linger=0)
-        self._outbox.close(linger=0)
+        if engine is not None:
+            engine.end()
+        for stage in stages:
+            stage.stop(CUT_SECONDS)
+        self._outbox.close()
         self.context.term()
         self.folder.release()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -48,8 +49,13 @@ logger = logging.getLogger(__name__)
 CLIENT_MESSAGES_PER_TURN = 64
 RETRY_BLOCKED_MS = 5
 IDLE_MS = 200
+GOODBYE_SECONDS = 0.3
 GIVE_UP_SECONDS = 30.0
 """A client that has not taken its last events for this long is treated as gone."""
+
+
+class EndpointError(ValueError):
+    """The client endpoint cannot be bound."""
 
 
 class Capacity(NamedTuple):
@@ -125,12 +131,21 @@ class AdmissionStage(Stage):
     def opened(self) -> None:
         self._clients = self.new_socket(zmq.ROUTER, poll=True)
         client_port.configure(self._clients, self._limits.max_frame_bytes)
-        self._clients.bind(self._clients_address)
+        try:
+            self._clients.bind(self._clients_address)
+        except zmq.ZMQError as error:
+            raise EndpointError(f"endpoint: cannot listen on {self._clients_address}: {error.strerror}") from error
         self._board.info["endpoint"] = self._clients.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def failed(self, error: BaseException) -> None:
         super().failed(error)
         self._board.fail(f"the admission stage died: {error!r}")
+
+    def closing(self) -> None:
+        """A client with IMMEDIATE set loses what it has not read when the connection breaks, so it gets a moment to read
+        its last events."""
+        if not self._clients_address.startswith("inproc://"):
+            time.sleep(GOODBYE_SECONDS)
 
     # --- the engine -------------------------------------------------------------------------------------------
 

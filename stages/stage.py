@@ -20,6 +20,8 @@ from deepinfer.stages.messages import EngineFailed, Halt, Message
 
 logger = logging.getLogger(__name__)
 
+LINGER_MS = 1000
+"""How long a closed socket may try to deliver what was sent: enough for a living peer, and no hang for a dead one."""
 MAX_DRAIN = 256
 """Messages taken from the inbox before work gets its turn: neither may starve the other."""
 
@@ -64,6 +66,16 @@ class Stage:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def stop(self, timeout: float | None = None) -> bool:
+        """From another thread: let the loop end after its current turn, and wait for it. True when it has ended."""
+        if self._thread is not None and self._thread.is_alive():
+            halting = self.context.socket(zmq.PUSH)
+            halting.connect(self._inbox_address)
+            halting.send(messages.encode(Halt()))
+            self.join(timeout)
+            halting.close(linger=0)
+        return self.join(0)
+
     def send(self, to: str, message: Message) -> None:
         self._outboxes[to].send(messages.encode(message), zmq.DONTWAIT)
 
@@ -104,7 +116,8 @@ class Stage:
             self._loop()
         except Exception as error:  # noqa: BLE001 - the top of a thread: nothing above could see it
             self.failure = error
-            self.failed(error)
+            if bound.is_set():  # Before that `start` raises it, and nobody has sent anything yet.
+                self.failed(error)
         finally:
             bound.set()
             self.closing()
@@ -127,6 +140,7 @@ class Stage:
         """A socket that this stage owns and closes. With `poll`, `on_socket` is called when it is readable."""
         socket = self.context.socket(kind)
         socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._sockets.append(socket)
         if poll:
             self._poller.register(socket, zmq.POLLIN)
