@@ -11,10 +11,8 @@ import torch
 from deepinfer.kernels import elementwise
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec, make_attention
 from deepinfer.kernels.cpu import jit
-from deepinfer.kernels.cpu.products import W_BF16, W_FP32, W_INT8
 from deepinfer.kernels.cpu.vec16 import LANES
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
-from deepinfer.kernels.row_matmul import RowMatmul
 
 _SHOWN_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bf16", "avx512vnni", "amx-bf16", "neon")
 
@@ -33,7 +31,10 @@ def configure_threads(num_threads: int) -> None:
 
 
 def warm_up(spec: AttentionSpec, layout: BlockLayout, compute_dtype: torch.dtype) -> None:
-    """Compile, or load from the disk cache, every CPU kernel that a model of this shape will call.
+    """Compile, or load from the disk cache, the attention and row kernels that a model of this shape will
+    call.
+
+    Matmul kernels are compiled where their weights are made.
 
     Runs on a pool of its own, so that the first request is as fast as those after it.
     """
@@ -53,9 +54,6 @@ def warm_up(spec: AttentionSpec, layout: BlockLayout, compute_dtype: torch.dtype
         elementwise.rms_norm(x, weight, 1e-6, small)
         elementwise.add_rms_norm(x, small, weight, 1e-6, small)
         elementwise.silu_mul(torch.zeros((rows, 2 * LANES), dtype=compute_dtype), small)
-    kinds = (W_FP32,) if compute_dtype == torch.float32 else (W_BF16, W_INT8)
-    for kind in kinds:
-        RowMatmul.warm_up(kind)
 
 
 def describe() -> dict[str, Any]:

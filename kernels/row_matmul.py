@@ -42,13 +42,6 @@ class RowMatmul:
             self._bias[:outputs] = bias
         self._kernel = matmul_kernel(kind)
 
-    @classmethod
-    def warm_up(cls, kind: int) -> None:
-        """Compile, or load from the disk cache, the kernel of a kind of weights."""
-        weight = torch.zeros((OUTPUT_BLOCK, GROUP), dtype=WEIGHT_DTYPES[kind])
-        scales = torch.ones((OUTPUT_BLOCK, 1)) if kind == W_INT8 else None
-        cls(kind, weight, scales, None)(torch.zeros((1, GROUP)), torch.float32)
-
     @property
     def weight(self) -> Tensor:
         """[M, K], without the padding."""

@@ -42,8 +42,9 @@ THREADING_LAYER = _threading_layer()
 CACHE_FOLDER = _cache_folder()
 
 
-def compiled(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Compile for this CPU, and keep the result on disk.
+def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for this CPU, and keep the result on disk: at once if a signature is given, else at the first
+    call.
 
     No fast-math: the order of every sum is as written, so rows stay bit-equal.
     """
@@ -53,7 +54,9 @@ def compiled(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(CACHE_FOLDER)
         try:
-            return numba.njit(parallel=parallel, cache=True, nogil=True, error_model="numpy")(function)
+            return numba.njit(signature, parallel=parallel, cache=True, nogil=True, error_model="numpy")(
+                function
+            )
         finally:
             numba.config.CACHE_DIR = before
 

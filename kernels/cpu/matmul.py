@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numba
 from numba import literally, prange
 
 from deepinfer.kernels.cpu.jit import compiled, helper
@@ -71,7 +72,7 @@ def matmul_kernel(kind: int) -> Any:
     """
     group_bytes = WEIGHT_BYTES[kind] * GROUP
 
-    @compiled(parallel=True)
+    @compiled(numba.void(*[numba.int64] * 8), parallel=True)
     def matmul(x, w, scales, bias, y, num_rows, num_outputs, groups):  # type: ignore[no-untyped-def]
         w_stride, scale_stride = group_bytes * groups, 4 * groups
         for block in prange(num_outputs // OUTPUT_BLOCK):
