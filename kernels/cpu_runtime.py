@@ -23,7 +23,7 @@ def configure_threads(num_threads: int) -> None:
     Numba keeps the number for each calling thread, so every thread that computes calls this once. Raises
     ValueError for a number that the machine does not have.
     """
-    available = numba.config.NUMBA_NUM_THREADS
+    available = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     if not 1 <= num_threads <= available:
         raise ValueError(f"threads must be in 1 .. {available} on this machine, not {num_threads}")
     torch.set_num_threads(num_threads)

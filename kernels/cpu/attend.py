@@ -14,7 +14,7 @@ from deepinfer.kernels.codecs import INT8
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_half, store_float
+from deepinfer.kernels.cpu.memory import load_half, prefetch, store_float
 from deepinfer.kernels.cpu.tiles import TILE, tile_accumulate, tile_scores
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
@@ -58,6 +58,19 @@ def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, 
             store_f32(target + 4 * lane, load16(codec, source + itemsize * lane))
         if codec == _INT8:
             store_float(tile_scales + 4 * token, load_half(scales + block + 2 * slot))
+
+
+@helper
+def prefetch_tile(codes, itemsize, layer, table, head, first, context, head_dim):  # type: ignore[no-untyped-def]
+    """Ask for the tile that starts at `first`, if the context reaches it: eight tokens lie side by side."""
+    shift = layer[plan.BLOCK_SHIFT]
+    for place in range(first, min(first + TILE, context), 8):
+        slot = (head << shift) + (place & ((1 << shift) - 1))
+        source = (
+            codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * head_dim * itemsize
+        )
+        for line in range(0, 8 * head_dim * itemsize, 64):
+            prefetch(source + line)
 
 
 @helper
@@ -115,6 +128,8 @@ def attend_unit(  # type: ignore[no-untyped-def]
             layer, table, head, token, count, head_dim,
             scratch + 4 * TILE * head_dim, tile_scales + 4 * LANES,
         )  # fmt: skip
+        prefetch_tile(layer[plan.K_ADDRESS], k_bytes, layer, table, head, token + TILE, context, head_dim)
+        prefetch_tile(layer[plan.V_ADDRESS], v_bytes, layer, table, head, token + TILE, context, head_dim)
         for row in range(first, end):
             high = np.int64(positions[row]) + 1 - token
             low = high - window if window > 0 else 0

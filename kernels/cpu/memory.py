@@ -6,6 +6,7 @@ from typing import Any
 
 import numba.core.types as nt
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I64 = ir.IntType(64)
@@ -64,3 +65,17 @@ def fetch_add(_typing: Any, address: Any) -> Any:
         return builder.atomic_rmw("add", pointer, ir.Constant(_I64, 1), "monotonic")
 
     return nt.int64(nt.int64), emit
+
+
+@intrinsic
+def prefetch(_typing: Any, address: Any) -> Any:
+    """Ask for the cache line of an address that will be read soon."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        i32, pointer = ir.IntType(32), builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [pointer, *(ir.Constant(i32, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64), emit
