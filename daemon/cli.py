@@ -133,9 +133,7 @@ def generate(prompt: str, runtime_dir: Path | None = None, **fields: Any) -> Non
 @click.option("--system", help="System message.")
 @sampling_options
 @runtime_option
-def chat(
-    message: str | None = None, system: str | None = None, runtime_dir: Path | None = None, **fields: Any
-) -> None:
+def chat(message: str | None = None, system: str | None = None, runtime_dir: Path | None = None, **fields: Any) -> None:
     """Talk to the model; with MESSAGE, one answer and out."""
     from deepinfer.daemon.commands import chat_loop
 

@@ -76,5 +76,8 @@ class ControlStage(Stage):
             self._stop(request.now)
             return {"stopping": True, "now": request.now}
         raise ProtocolError(
-            "unknown_op", f"op: {request.op!r} is not a control operation", field="op", allowed="status, stop, ping"
+            "unknown_op",
+            f"op: {request.op!r} is not a control operation",
+            field="op",
+            allowed="status, stop, ping",
         )

@@ -41,7 +41,15 @@ def start_detached(config: DaemonConfig, folder: Path) -> int:
     log_path = folder / LOG_FILE
     with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deepinfer.daemon.cli", "start", "--runtime-dir", str(folder), *arguments_of(config)],
+            [
+                sys.executable,
+                "-m",
+                "deepinfer.daemon.cli",
+                "start",
+                "--runtime-dir",
+                str(folder),
+                *arguments_of(config),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -1,4 +1,4 @@
-"""What `start` shows: a bar while weights load, a summary when ready. On standard error, standard output stays clean."""
+"""What `start` shows, on standard error: a bar while weights load, a summary when ready."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     linears = ", ".join(f"{count} x {kind}" for kind, count in engine["linears"].items())
     return [
         ("model", f"{engine['model']} ({engine['family']}, {engine['layers']} layers)"),
-        ("device", f"{engine['device']}, {engine['threads']} threads ({engine['runtime']['numba_threading_layer']})"),
+        (
+            "device",
+            f"{engine['device']}, {engine['threads']} threads ({engine['runtime']['numba_threading_layer']})",
+        ),
         ("compute", f"{engine['compute_dtype']}; {linears}; head {engine['head']}"),
         ("attention", f"{engine['attention']}, KV {engine['kv_cache_dtype']}"),
         ("batch invariant", "yes" if engine["batch_invariant"] else "no"),

@@ -1,7 +1,7 @@
 """The whole daemon in one process: the same stages, over inproc sockets, with a client already connected.
 
-    with Engine("smollm2-135m") as engine:
-        print(engine.complete("The capital of France is", max_new_tokens=8).text)
+with Engine("smollm2-135m") as engine:
+    print(engine.complete("The capital of France is", max_new_tokens=8).text)
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class Engine:
             max_queue,
         )
         self.admission.start()
-        self.host.start(
-            self.context, self.topology, Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids), copy
-        )
+        self.host.start(self.context, self.topology, Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids), copy)
         self._outbox = self.context.socket(zmq.PUSH)
         self._outbox.connect(self.topology.admission)
         self._outbox.send(encode(EngineReady(summary=self.host.summary())))

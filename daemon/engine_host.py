@@ -129,7 +129,12 @@ class EngineHost:
             context, topology.prefill, topology.outboxes("decode", "admission"), runner, self.requests
         )
         self.offload = OffloadStage(
-            context, topology.offload, topology.outboxes("decode", "admission"), self.pool.data, self.arena, copy
+            context,
+            topology.offload,
+            topology.outboxes("decode", "admission"),
+            self.pool.data,
+            self.arena,
+            copy,
         )
         self.stages = [self.prefill, self.offload, self.decode]
         for stage in self.stages:

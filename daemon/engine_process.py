@@ -76,7 +76,7 @@ def main() -> int:
     except (ConfigError, ModelError) as error:
         link.send(EngineFailed(error=str(error), config_error=True))
         return 1
-    except Exception as error:  # noqa: BLE001 - the top of a process: the front must hear of it
+    except Exception as error:  # The top of a process: the front must hear of it.
         logging.exception("the engine died")
         link.send(EngineFailed(error=f"the engine died: {error!r}"))
         return 1

@@ -33,7 +33,7 @@ EXIT_OK, EXIT_ENGINE_FAILED, EXIT_CONFIG = 0, 1, 78
 
 
 class Front:
-    """`run` returns the exit code of `start`: 0 after a stop, 1 when the engine died, 78 for a setting that cannot work.
+    """`run` returns the exit code of `start`: 0 after a stop, 1 when the engine died, 78 for a bad setting.
 
     The first SIGTERM or SIGINT drains, the second one cuts.
     """

@@ -14,8 +14,8 @@ ENV_PREFIX = "DEEPINFER"
 
 
 def options_of(config: type) -> Callable[[Callable], Callable]:
-    """A decorator that adds one option per field: `--field-name`, or a flag pair for a bool. Each can also be set by the
-    environment variable DEEPINFER_FIELD_NAME."""
+    """A decorator that adds one option per field: `--field-name`, or a flag pair for a bool. Each can
+    also be set by the environment variable DEEPINFER_FIELD_NAME."""
 
     def decorate(command: Callable) -> Callable:
         hints = typing.get_type_hints(config)

@@ -16,8 +16,8 @@ KILL_AFTER_SECONDS = 5.0
 
 
 class EngineProcess:
-    """In a session of its own, so that a Ctrl-C meant for the front does not reach it. Its standard input is the tether:
-    when the front dies, for whatever reason, the engine reads the end of it and exits."""
+    """In a session of its own, so that a Ctrl-C meant for the front does not reach it. Its standard input is the
+    tether: when the front dies, for whatever reason, the engine reads the end of it and exits."""
 
     def __init__(self, config: EngineConfig, topology: Topology) -> None:
         self._process = subprocess.Popen(

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import heapq
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import zmq
 
 from deepinfer.stages import client_port, messages
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.intake import Capacity, Intake
 from deepinfer.stages.live import LiveRequest, Route
-from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model import Tokenizer
-from deepinfer.stages.model.tokenizer import ChatTemplateError
 from deepinfer.stages.protocol import (
-    MAX_INTEGER,
     Cancel,
     Detokenize,
     Generate,
@@ -38,11 +34,9 @@ from deepinfer.stages.protocol import (
     Tokenize,
     decode_request,
     is_req,
-    to_sampling_params,
 )
 from deepinfer.stages.protocol_events import encode_error, encode_reply
 from deepinfer.stages.stage import Stage, monotonic
-from deepinfer.stages.text import IncrementalDetokenizer, StopMatcher, byte_fallback_ids
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +50,6 @@ GIVE_UP_SECONDS = 30.0
 
 class EndpointError(ValueError):
     """The client endpoint cannot be bound."""
-
-
-class Capacity(NamedTuple):
-    """What a request may need; known when the engine is ready."""
-
-    context: int
-    num_blocks: int
-    block_size: int
-
-    @property
-    def tokens(self) -> int:
-        return self.num_blocks * self.block_size
 
 
 class AdmissionStage(Stage):
@@ -89,7 +71,7 @@ class AdmissionStage(Stage):
     ) -> None:
         super().__init__(context, inbox, outboxes)
         self._clients_address = clients
-        self._tokenizer = tokenizer
+        self._intake = Intake(tokenizer, model)
         self._model = model
         self._limits = limits
         self._board = board
@@ -102,8 +84,6 @@ class AdmissionStage(Stage):
         self._blocked: dict[int, float] = {}
         """Requests whose client does not read now, and since when."""
         self._deadlines: list[tuple[float, int]] = []
-        self._eos: frozenset[int] = frozenset(tokenizer.eos_token_ids)
-        self._byte_ids = byte_fallback_ids(tokenizer.vocabulary())
         self._register_handlers()
         self._ops: dict[type, Callable[[Route, Any], None]] = {
             Generate: self._generate,
@@ -142,8 +122,8 @@ class AdmissionStage(Stage):
         self._board.fail(f"the admission stage died: {error!r}")
 
     def closing(self) -> None:
-        """A client with IMMEDIATE set loses what it has not read when the connection breaks, so it gets a moment to read
-        its last events."""
+        """A client with IMMEDIATE set loses what it has not read when the connection breaks, so it gets a moment to
+        read its last events."""
         if not self._clients_address.startswith("inproc://"):
             time.sleep(GOODBYE_SECONDS)
 
@@ -229,20 +209,12 @@ class AdmissionStage(Stage):
         self._reply(route, "models", op.id, {"models": [entry]})
 
     def _tokenize(self, route: Route, op: Tokenize) -> None:
-        ids = self._encode(op.id, op.text, op.messages, op.add_special_tokens)
+        ids = self._intake.encode(op.id, op.text, op.messages, op.add_special_tokens)
         self._reply(route, "tokenize", op.id, {"ids": ids, "count": len(ids)})
 
     def _detokenize(self, route: Route, op: Detokenize) -> None:
-        text = self._tokenizer.decode(op.ids.tolist(), op.skip_special_tokens)
+        text = self._intake.tokenizer.decode(op.ids.tolist(), op.skip_special_tokens)
         self._reply(route, "detokenize", op.id, {"text": text})
-
-    def _encode(self, id: RequestId | None, text: str | None, chat: Any, add_special: bool) -> list[int]:
-        if text is not None:
-            return self._tokenizer.encode(text, add_special)
-        try:
-            return self._tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat])
-        except ChatTemplateError as error:
-            raise ProtocolError("chat_template", str(error), field="messages", id=id) from error
 
     def _cancel(self, route: Route, op: Cancel) -> None:
         """Legal at any time and any number of times. The stream answers with its terminal event; the reply says whether
@@ -256,11 +228,15 @@ class AdmissionStage(Stage):
 
     def _generate(self, route: Route, op: Generate) -> None:
         capacity = self._check_open(route, op)
-        prompt = self._prompt_ids(op)
-        params = self._params(op, len(prompt), capacity)
-        live = self._make_live(route, op, prompt, params)
+        live = self._intake.live_request(self._next_rid, route, op, capacity)
+        self._next_rid += 1
+        self._live[live.rid] = live
+        self._by_stream[(route.identity, op.id)] = live.rid
+        if op.deadline_ms is not None:
+            heapq.heappush(self._deadlines, (monotonic() + op.deadline_ms / 1000, live.rid))
         self.send(
-            "decode", messages.Submit(rid=live.rid, prompt=live.prompt, params=params, priority=op.priority)
+            "decode",
+            messages.Submit(rid=live.rid, prompt=live.prompt, params=live.params, priority=op.priority),
         )
         live.accept()
         self._flush(live)
@@ -288,73 +264,6 @@ class AdmissionStage(Stage):
                 "queue_full", f"{len(self._live)} requests are live, the limit is {self._max_queue}", id=op.id
             )
         return self._capacity
-
-    def _prompt_ids(self, op: Generate) -> np.ndarray:
-        if op.prompt_ids is not None:
-            return op.prompt_ids
-        ids = self._encode(op.id, op.prompt, op.messages, op.add_special_tokens)
-        if not ids:
-            field = "prompt" if op.prompt is not None else "messages"
-            raise ProtocolError("invalid_value", f"{field}: it has no tokens", field=field, value="0 tokens", id=op.id)
-        return np.asarray(ids, dtype="<i4")
-
-    def _params(self, op: Generate, prompt_tokens: int, capacity: Capacity) -> messages.SamplingParams:
-        """Refuses what could not run alone on an empty pool, with the numbers. Without `max_new_tokens` a request may go
-        on to the end of what fits."""
-        room = min(capacity.context, capacity.tokens + 1) - prompt_tokens
-        params = to_sampling_params(
-            op, self._tokenizer.generation_defaults, secrets.randbelow(MAX_INTEGER), max(1, room)
-        )
-        total = prompt_tokens + params.max_new_tokens
-        if total > capacity.context:
-            raise self._too_long("context_exceeded", op.id, prompt_tokens, params, "context", capacity.context)
-        if blocks_for(total - 1, capacity.block_size) > capacity.num_blocks:
-            raise self._too_long("kv_capacity_exceeded", op.id, prompt_tokens, params, "KV pool", capacity.tokens)
-        if params.min_new_tokens > params.max_new_tokens:
-            raise ProtocolError(
-                "conflict",
-                f"min_new_tokens: {params.min_new_tokens} is over the {params.max_new_tokens} new tokens that fit",
-                field="min_new_tokens",
-                id=op.id,
-            )
-        return params
-
-    def _too_long(
-        self, code: str, id: RequestId, prompt: int, params: messages.SamplingParams, what: str, limit: int
-    ) -> ProtocolError:
-        return ProtocolError(
-            code,
-            f"prompt of {prompt} tokens + {params.max_new_tokens} new tokens = {prompt + params.max_new_tokens}, but the "
-            f"{what} holds {limit} tokens",
-            field="max_new_tokens" if prompt < limit else "prompt",
-            value=str(prompt + params.max_new_tokens),
-            allowed=f"at most {limit} tokens together",
-            id=id,
-            details={"prompt_tokens": prompt, "max_new_tokens": params.max_new_tokens, "limit": limit},
-        )
-
-    def _make_live(
-        self, route: Route, op: Generate, prompt: np.ndarray, params: messages.SamplingParams
-    ) -> LiveRequest:
-        silent = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        live = LiveRequest(
-            rid=self._next_rid,
-            route=route,
-            client_id=op.id,
-            model=self._model,
-            prompt=prompt.astype("<i4", copy=False).tobytes(),
-            params=params,
-            stream=op.stream,
-            silent_ids=silent,
-            detokenizer=IncrementalDetokenizer(self._tokenizer.decode, self._byte_ids),
-            stops=StopMatcher(op.stop),
-        )
-        self._next_rid += 1
-        self._live[live.rid] = live
-        self._by_stream[(route.identity, op.id)] = live.rid
-        if op.deadline_ms is not None:
-            heapq.heappush(self._deadlines, (monotonic() + op.deadline_ms / 1000, live.rid))
-        return live
 
     # --- sending ----------------------------------------------------------------------------------------------
 

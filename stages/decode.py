@@ -137,38 +137,24 @@ class DecodeStage(Stage):
             self.counters.prompt_tokens_total += chunk.count
 
     def _on_swap_out_done(self, message: SwapOutDone) -> None:
-        failed = bool(message.error) and not message.rejected
-        self.counters.kv_cpu_offload_rejected_total += message.rejected
-        self.counters.kv_cpu_offload_failed_total += failed
-        if not message.error:
-            self._count_swap_out(message)
-        if not self._residency.swapped_out(message.rid, refused=bool(message.error)):
-            if not message.error:
-                self._drop_payload(message.rid)
-            return
-        if not message.error:
+        done = not message.error
+        self.counters.swapped_out(message, self._pool.layout.block_bytes)
+        if done:
+            self._payload_bytes[message.rid] = message.bytes
+            self.counters.max_swapped_requests = max(self.counters.max_swapped_requests, len(self._payload_bytes))
+        alive = self._residency.swapped_out(message.rid, refused=not done)
+        if done and alive:
             self._parked(message.rid)
-
-    def _count_swap_out(self, message: SwapOutDone) -> None:
-        counters = self.counters
-        counters.requests_swapped_total += 1
-        counters.kv_cpu_offload_blocks_total += message.bytes // self._pool.layout.block_bytes
-        counters.kv_cpu_offload_bytes_total += message.bytes
-        counters.kv_cpu_offload_copies_total += message.copies
-        counters.cpu_offload_seconds += message.seconds
-        self._payload_bytes[message.rid] = message.bytes
-        counters.max_swapped_requests = max(counters.max_swapped_requests, len(self._payload_bytes))
+        elif done:
+            self._drop_payload(message.rid)
 
     def _on_swap_in_done(self, message: SwapInDone) -> None:
-        counters = self.counters
+        lost = bool(message.error)
         self._payload_bytes.pop(message.rid, None)
-        counters.kv_cpu_reload_blocks_total += message.bytes // self._pool.layout.block_bytes
-        counters.kv_cpu_reload_bytes_total += message.bytes
-        counters.kv_cpu_reload_copies_total += message.copies
-        counters.cpu_reload_seconds += message.seconds
-        counters.kv_cpu_offload_failed_total += bool(message.error)
-        if self._residency.swapped_in(message.rid, failed=bool(message.error)) and not message.error:
-            counters.requests_resumed_total += 1
+        self.counters.swapped_in(message, self._pool.layout.block_bytes)
+        alive = self._residency.swapped_in(message.rid, failed=lost)
+        if alive and not lost:
+            self.counters.requests_resumed_total += 1
             self._unparked(message.rid)
 
     # --- a turn -----------------------------------------------------------------------------------------------

@@ -92,8 +92,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, tag="finished"):
-    """The one terminal message of a request. When reason is "error", `code` is one of `protocol_errors` and `error` says
-    more."""
+    """The one terminal message of a request. When reason is "error", `code` is one of `protocol_errors` and `error`
+    says more."""
 
     rid: int
     reason: str

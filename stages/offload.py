@@ -75,7 +75,9 @@ class OffloadStage(Stage):
         need = len(message.blocks) * self._arena.row_bytes
         left = self._arena.free_rows * self._arena.row_bytes
         return SwapOutDone(
-            rid=message.rid, error=f"needs {need} bytes on the host, {left} of the budget are left", rejected=True
+            rid=message.rid,
+            error=f"needs {need} bytes on the host, {left} of the budget are left",
+            rejected=True,
         )
 
     def _on_swap_in(self, message: SwapIn) -> None:

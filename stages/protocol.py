@@ -132,9 +132,7 @@ def _decode_envelope(payload: bytes, limits: Limits) -> dict[str, msgspec.Raw]:
 
 
 def _too_large(value: str, allowed: str) -> ProtocolError:
-    return ProtocolError(
-        "too_large", f"the request is a {value}; allowed: {allowed}", value=value, allowed=allowed
-    )
+    return ProtocolError("too_large", f"the request is a {value}; allowed: {allowed}", value=value, allowed=allowed)
 
 
 def _read(id: RequestId | None, name: str, parser: Parser, raw: msgspec.Raw | None, limits: Limits) -> Any:
@@ -184,19 +182,13 @@ def _read_op(id: RequestId | None, raw: msgspec.Raw | None, limits: Limits) -> t
     return name, OPS[name]
 
 
-def _refuse_unknown_fields(
-    id: RequestId | None, op_name: str, op: Op, given: Mapping[str, msgspec.Raw]
-) -> None:
+def _refuse_unknown_fields(id: RequestId | None, op_name: str, op: Op, given: Mapping[str, msgspec.Raw]) -> None:
     for name, raw in given.items():
         if name not in op.parsers:
             allowed = ", ".join(["v", "op", "id", *op.parsers])
             shown = fields.shorten(name)
-            message = (
-                f"{op_name} has no field {shown!r}{_did_you_mean(shown, op.parsers)}; allowed: {allowed}"
-            )
-            raise ProtocolError(
-                "unknown_field", message, field=shown, value=fields.render(raw), allowed=allowed, id=id
-            )
+            message = f"{op_name} has no field {shown!r}{_did_you_mean(shown, op.parsers)}; allowed: {allowed}"
+            raise ProtocolError("unknown_field", message, field=shown, value=fields.render(raw), allowed=allowed, id=id)
 
 
 def _did_you_mean(name: str, known: Mapping[str, Any]) -> str:
@@ -245,7 +237,5 @@ def _check_generate(request: Generate, values: Mapping[str, Any], req: bool) -> 
 
 def _check_special_tokens(id: RequestId | None, needed: str, values: Mapping[str, Any]) -> None:
     if "add_special_tokens" in values and needed not in values:
-        message = (
-            f"add_special_tokens only goes with {needed}: ids and rendered messages are taken as they are"
-        )
+        message = f"add_special_tokens only goes with {needed}: ids and rendered messages are taken as they are"
         raise _conflict(id, "add_special_tokens", message)

@@ -140,9 +140,7 @@ class StreamEncoder:
             )
         )
 
-    def token(
-        self, text: str, ids: Sequence[int], index: int, logprobs: Sequence[TokenLogprob] | None = None
-    ) -> bytes:
+    def token(self, text: str, ids: Sequence[int], index: int, logprobs: Sequence[TokenLogprob] | None = None) -> bytes:
         """`index` is that of the first of `ids` among the generated tokens; without ids, of the next one."""
         return self._encode(Token(text=text, ids=ids, index=index, logprobs=logprobs, **self._next()))
 

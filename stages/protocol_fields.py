@@ -184,9 +184,7 @@ def each(parser: Parser, entries: list[msgspec.Raw], limits: Limits) -> tuple:
             values.append(parser(entry, limits))
         except Refused as refused:
             path = f"[{index}]{refused.path}"
-            raise Refused(
-                refused.code, refused.allowed, path=path, value=refused.value or render(entry)
-            ) from None
+            raise Refused(refused.code, refused.allowed, path=path, value=refused.value or render(entry)) from None
     return tuple(values)
 
 
@@ -251,9 +249,7 @@ def logit_bias(raw: msgspec.Raw, limits: Limits) -> dict[int, float]:
     bias: dict[int, float] = {}
     given = decode_as(_bias, raw, allowed)
     for key, value in given.items():
-        token = (
-            int(key) if isinstance(key, int) or (key.isascii() and key.isdigit() and len(key) < 11) else -1
-        )
+        token = int(key) if isinstance(key, int) or (key.isascii() and key.isdigit() and len(key) < 11) else -1
         if not 0 <= token < limits.vocab_size:
             keys = f"token ids from 0 to {limits.vocab_size - 1} as keys"
             raise Refused("out_of_range", keys, path=f"[{shorten(repr(key))}]", value=shorten(repr(key)))

@@ -36,9 +36,7 @@ class Outcome(NamedTuple):
 class ModelRunner:
     """Stateless between calls. Shared by decode and prefill; on the CPU never called by both at once."""
 
-    def __init__(
-        self, executor: Executor, sampler: Sampler, prepare_thread: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, executor: Executor, sampler: Sampler, prepare_thread: Callable[[], None] = lambda: None) -> None:
         self.executor = executor
         self.sampler = sampler
         self.prepare_thread = prepare_thread

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from deepinfer.stages.messages import SwapInDone, SwapOutDone
+
 
 @dataclass
 class EngineCounters:
@@ -34,6 +36,25 @@ class EngineCounters:
     cpu_offload_seconds: float = 0.0
     cpu_reload_seconds: float = 0.0
     max_swapped_requests: int = 0
+
+    def swapped_out(self, message: SwapOutDone, block_bytes: int) -> None:
+        """A swap out was answered: done, rejected by the budget, or failed."""
+        if message.error:
+            self.kv_cpu_offload_rejected_total += message.rejected
+            self.kv_cpu_offload_failed_total += not message.rejected
+            return
+        self.requests_swapped_total += 1
+        self.kv_cpu_offload_blocks_total += message.bytes // block_bytes
+        self.kv_cpu_offload_bytes_total += message.bytes
+        self.kv_cpu_offload_copies_total += message.copies
+        self.cpu_offload_seconds += message.seconds
+
+    def swapped_in(self, message: SwapInDone, block_bytes: int) -> None:
+        self.kv_cpu_reload_blocks_total += message.bytes // block_bytes
+        self.kv_cpu_reload_bytes_total += message.bytes
+        self.kv_cpu_reload_copies_total += message.copies
+        self.cpu_reload_seconds += message.seconds
+        self.kv_cpu_offload_failed_total += bool(message.error)
 
     def as_dict(self) -> dict[str, int | float]:
         return asdict(self)

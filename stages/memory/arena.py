@@ -32,7 +32,11 @@ class HostArena:
         self.rows_per_piece = max(1, PIECE_BYTES // row_bytes)
         self.pinned = pin
         self._pieces = [
-            torch.empty((min(self.rows_per_piece, self.num_rows - first), row_bytes), dtype=torch.uint8, pin_memory=pin)
+            torch.empty(
+                (min(self.rows_per_piece, self.num_rows - first), row_bytes),
+                dtype=torch.uint8,
+                pin_memory=pin,
+            )
             for first in range(0, self.num_rows, self.rows_per_piece)
         ]
         self._free = list(range(self.num_rows - 1, -1, -1))

@@ -79,7 +79,7 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[Daemon]:
         if daemon.process.poll() is None:
             os.killpg(daemon.process.pid, signal.SIGKILL)
             daemon.process.wait()
-        gone, alive = psutil.wait_procs(children, timeout=6)
+        _, alive = psutil.wait_procs(children, timeout=6)
         for process in alive:
             process.kill()
         assert not alive, "the engine outlived its front"

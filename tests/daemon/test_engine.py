@@ -102,7 +102,7 @@ def test_a_swap_at_any_token_changes_nothing(tiny_path, kv_format):
             return False
 
         swapped = force_swaps(engine, when)
-        for token in range(0, 24):
+        for token in range(24):
             at["length"] = len(PROMPT) + token
             assert solo(engine, PROMPT, **fields) == alone, f"swapped before token {token}"
         assert len(swapped) == 24

@@ -1,0 +1,121 @@
+"""From a valid `generate` to a request that the engine can run: prompt ids, sampling parameters, room.
+
+Everything that the protocol's field checks cannot know is decided here: what the text is in tokens, and whether the
+request could run alone on an empty pool.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deepinfer.stages.live import LiveRequest, Route
+from deepinfer.stages.memory.sizes import blocks_for
+from deepinfer.stages.messages import SamplingParams
+from deepinfer.stages.model import Tokenizer
+from deepinfer.stages.model.tokenizer import ChatTemplateError
+from deepinfer.stages.protocol import (
+    MAX_INTEGER,
+    ChatMessage,
+    Generate,
+    ProtocolError,
+    RequestId,
+    to_sampling_params,
+)
+from deepinfer.stages.text import IncrementalDetokenizer, StopMatcher, byte_fallback_ids
+
+
+class Capacity(NamedTuple):
+    """What a request may need; known when the engine is ready."""
+
+    context: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+class Intake:
+    """Owned by admission, with the tokenizer. Raises ProtocolError for what must be refused."""
+
+    def __init__(self, tokenizer: Tokenizer, model: str) -> None:
+        self.tokenizer = tokenizer
+        self.model = model
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._byte_ids = byte_fallback_ids(tokenizer.vocabulary())
+
+    def live_request(self, rid: int, route: Route, op: Generate, capacity: Capacity) -> LiveRequest:
+        """Checked and ready to be submitted."""
+        prompt = self._prompt_ids(op)
+        params = self._params(op, len(prompt), capacity)
+        silent = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        return LiveRequest(
+            rid=rid,
+            route=route,
+            client_id=op.id,
+            model=self.model,
+            prompt=prompt.astype("<i4", copy=False).tobytes(),
+            params=params,
+            stream=op.stream,
+            silent_ids=silent,
+            detokenizer=IncrementalDetokenizer(self.tokenizer.decode, self._byte_ids),
+            stops=StopMatcher(op.stop),
+        )
+
+    def encode(
+        self, id: RequestId | None, text: str | None, chat: Sequence[ChatMessage] | None, add_special: bool
+    ) -> list[int]:
+        """Exactly one of `text` and `chat` is set."""
+        if text is not None:
+            return self.tokenizer.encode(text, add_special)
+        try:
+            return self.tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in chat or ()])
+        except ChatTemplateError as error:
+            raise ProtocolError("chat_template", str(error), field="messages", id=id) from error
+
+    def _prompt_ids(self, op: Generate) -> np.ndarray:
+        if op.prompt_ids is not None:
+            return op.prompt_ids
+        ids = self.encode(op.id, op.prompt, op.messages, op.add_special_tokens)
+        if not ids:
+            field = "prompt" if op.prompt is not None else "messages"
+            raise ProtocolError("invalid_value", f"{field}: it has no tokens", field=field, value="0 tokens", id=op.id)
+        return np.asarray(ids, dtype="<i4")
+
+    def _params(self, op: Generate, prompt_tokens: int, capacity: Capacity) -> SamplingParams:
+        """Refuses what could not run alone on an empty pool, with the numbers. Without `max_new_tokens` a request may
+        go on to the end of what fits."""
+        room = min(capacity.context, capacity.tokens + 1) - prompt_tokens
+        defaults = self.tokenizer.generation_defaults
+        params = to_sampling_params(op, defaults, secrets.randbelow(MAX_INTEGER), max(1, room))
+        total = prompt_tokens + params.max_new_tokens
+        if total > capacity.context:
+            raise _too_long("context_exceeded", op.id, prompt_tokens, params, "context", capacity.context)
+        if blocks_for(total - 1, capacity.block_size) > capacity.num_blocks:
+            raise _too_long("kv_capacity_exceeded", op.id, prompt_tokens, params, "KV pool", capacity.tokens)
+        if params.min_new_tokens > params.max_new_tokens:
+            raise ProtocolError(
+                "conflict",
+                f"min_new_tokens: {params.min_new_tokens} is over the {params.max_new_tokens} new tokens that fit",
+                field="min_new_tokens",
+                id=op.id,
+            )
+        return params
+
+
+def _too_long(code: str, id: RequestId, prompt: int, params: SamplingParams, what: str, limit: int) -> ProtocolError:
+    total = prompt + params.max_new_tokens
+    return ProtocolError(
+        code,
+        f"prompt of {prompt} tokens + {params.max_new_tokens} new tokens = {total}; the {what} holds {limit} tokens",
+        field="max_new_tokens" if prompt < limit else "prompt",
+        value=str(total),
+        allowed=f"at most {limit} tokens together",
+        id=id,
+        details={"prompt_tokens": prompt, "max_new_tokens": params.max_new_tokens, "limit": limit},
+    )
