@@ -62,9 +62,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if not path.is_file():
         raise ModelNotFoundError(f"{path} does not exist; expected a Hugging Face folder or a GGUF file")
     header = read_header(path)
-    config = config_from_gguf(
-        header.metadata, header.tensors.keys(), read_rope_frequencies(header, path), str(path)
-    )
+    config = config_from_gguf(header.metadata, header.tensors.keys(), read_rope_frequencies(header, path), str(path))
     source = GGUFSource(path, named_tensors(header, path), config)
     _check(path, config, source)
     return Checkpoint(path, "gguf", config, source)
@@ -81,9 +79,7 @@ def _check(path: Path, config: ModelConfig, source: WeightSource) -> None:
         _check_shape(path, name, header.shape, shape)
     for name, header in source.headers.items():
         if name not in expected and name not in optional:
-            raise CheckpointError(
-                f"{path}: stray tensor {name}: no parameter of this {config.family} has that name"
-            )
+            raise CheckpointError(f"{path}: stray tensor {name}: no parameter of this {config.family} has that name")
         if name in optional:
             _check_shape(path, name, header.shape, optional[name])
 
@@ -94,6 +90,4 @@ def _check_shape(path: Path, name: str, found: tuple[int, ...], expected: tuple[
 
 
 def _missing_hint(name: str) -> str:
-    return (
-        " and tie_word_embeddings is false, so the embedding may not stand in for it" if name == HEAD else ""
-    )
+    return " and tie_word_embeddings is false, so the embedding may not stand in for it" if name == HEAD else ""

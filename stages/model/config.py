@@ -86,9 +86,7 @@ def check_sizes(layers: int, q_heads: int, kv_heads: int, head_dim: int, where: 
     if layers > MAX_LAYERS:
         raise CheckpointError(f"{where}: {layers} layers, expected at most {MAX_LAYERS}")
     if q_heads % kv_heads:
-        raise CheckpointError(
-            f"{where}: {q_heads} attention heads are no multiple of {kv_heads} key-value heads"
-        )
+        raise CheckpointError(f"{where}: {q_heads} attention heads are no multiple of {kv_heads} key-value heads")
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"{where}: the head size is {head_dim}, expected a positive even number")
 

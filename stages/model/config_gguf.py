@@ -28,14 +28,11 @@ def config_from_gguf(
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{where}: GGUF architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"{where}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     keys = _Keys(metadata, architecture, where)
     if keys.get("expert_count"):
-        raise UnsupportedModelError(
-            f"{where}: a mixture of {keys.get('expert_count')} experts is not supported"
-        )
+        raise UnsupportedModelError(f"{where}: a mixture of {keys.get('expert_count')} experts is not supported")
     hidden, q_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     kv_heads = keys.integer("attention.head_count_kv", q_heads)
     head_dim = keys.integer("attention.key_length", hidden // q_heads)
@@ -43,9 +40,7 @@ def config_from_gguf(
     check_sizes(num_layers, q_heads, kv_heads, head_dim, where)
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(name, head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{where}: {name} {keys.get(name)} differs from the head size {head_dim}"
-            )
+            raise UnsupportedModelError(f"{where}: {name} {keys.get(name)} differs from the head size {head_dim}")
     rope = _rope(keys, frequency_divisors)
     window = keys.integer("attention.sliding_window", 0, least=0)
     return ModelConfig(
@@ -106,14 +101,11 @@ def _rope(keys: _Keys, frequency_divisors: tuple[float, ...]) -> RopeConfig:
     rope_type = keys.get("rope.scaling.type", "linear" if keys.get("rope.scale_linear") else "none")
     if rope_type not in _GGUF_ROPE_TYPES:
         raise UnsupportedModelError(
-            f"{keys.where}: rope.scaling.type {rope_type!r} is not supported; "
-            f"supported: {', '.join(_GGUF_ROPE_TYPES)}"
+            f"{keys.where}: rope.scaling.type {rope_type!r} is not supported; supported: {', '.join(_GGUF_ROPE_TYPES)}"
         )
     if frequency_divisors:
         if rope_type == "yarn":
-            raise UnsupportedModelError(
-                f"{keys.where}: rope_freqs.weight together with yarn is not supported"
-            )
+            raise UnsupportedModelError(f"{keys.where}: rope_freqs.weight together with yarn is not supported")
         return RopeConfig("llama3", theta, frequency_divisors=frequency_divisors)
     if rope_type == "none":
         return RopeConfig(theta=theta)

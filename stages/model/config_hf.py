@@ -67,9 +67,7 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
 def _refuse_unsupported(fields: ConfigFields) -> None:
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
-        raise UnsupportedModelError(
-            f"{fields.where}: hidden_act {activation!r} is not supported; supported: silu"
-        )
+        raise UnsupportedModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: silu")
     quantisation = fields.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation

@@ -44,7 +44,7 @@ class Executor:
         model, eps = self._model, self._model.config.rms_norm_eps
         rows = batch.token_ids.shape[0]
         normed, attended, activated = self._buffers_for(rows)
-        residual = torch.embedding(model.embedding, batch.token_ids).float()
+        residual = model.embedding(batch.token_ids)
         rms_norm(residual, model.layers[0].input_norm, eps, normed)
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):
@@ -59,11 +59,10 @@ class Executor:
     def _logits(self, residual: torch.Tensor, delta: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         if wanted.shape[0] == 0:
             return torch.empty(0, self._model.config.vocab_size)
-        if wanted.shape[0] < residual.shape[0]:
-            residual, delta = residual[wanted], delta[wanted]
+        residual, delta = residual[wanted], delta[wanted]
         normed = torch.empty(delta.shape, dtype=delta.dtype)
         add_rms_norm(residual, delta, self._model.final_norm, self._model.config.rms_norm_eps, normed)
-        return self._model.head(normed).float()
+        return self._model.head(normed)
 
     def _buffers_for(self, rows: int) -> _Buffers:
         """Decode repeats a few row counts: their buffers are kept. Larger ones (prefill) are made afresh."""
@@ -72,10 +71,7 @@ class Executor:
             return found
         config, dtype = self._model.config, self._model.torch_dtype
         made = _Buffers(
-            *(
-                torch.empty(rows, n, dtype=dtype)
-                for n in (config.hidden_size, config.q_size, config.intermediate_size)
-            )
+            *(torch.empty(rows, n, dtype=dtype) for n in (config.hidden_size, config.q_size, config.intermediate_size))
         )
         if rows <= 64:
             self._buffers[rows] = made

@@ -1,5 +1,4 @@
-"""4-bit GGUF blocks as codes, scales and minima of groups of 32: w = scale * code + minimum, nothing
-quantised again.
+"""GGUF blocks as codes, scales and minima of groups of 32 (w = scale * code + minimum), not quantised again.
 
 Layouts from the ggml format: a block of 32 is (d, [m], 16 bytes); byte j holds element j in its low and
 element j + 16 in its high nibble. A Q4_K block of 256 is (d, dmin, 12 bytes of 6-bit scales and minima, 128
@@ -52,6 +51,20 @@ def q4_k(raw: np.ndarray) -> Int4Groups:
     quants = blocks[..., 16:].reshape(rows, -1, 4, GROUP)
     codes = np.stack([quants & 0x0F, quants >> 4], axis=-2)
     return Int4Groups(codes.reshape(rows, -1), scale.reshape(rows, -1), -minimum.reshape(rows, -1))
+
+
+class Int8Groups(NamedTuple):
+    codes: np.ndarray
+    """int8 [rows, columns]."""
+    scales: np.ndarray
+    """float16 [rows, columns / 32]."""
+
+
+def q8_0(raw: np.ndarray) -> Int8Groups:
+    """raw uint8 [rows, bytes]: blocks of 34, w = d * q."""
+    blocks = raw.reshape(raw.shape[0], -1, 34)
+    codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(raw.shape[0], -1)
+    return Int8Groups(codes, np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0])
 
 
 READERS = {"Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k}

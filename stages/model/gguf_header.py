@@ -51,9 +51,7 @@ class _Cursor:
         self.data, self.path, self.at = data, path, 0
 
     def broken(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: {what} at byte {self.at} of {len(self.data)}; the file is cut or damaged"
-        )
+        return CheckpointError(f"{self.path}: {what} at byte {self.at} of {len(self.data)}; the file is cut or damaged")
 
     def unpack(self, fmt: str) -> Any:
         size = struct.calcsize("<" + fmt)
@@ -134,9 +132,7 @@ def _read(cursor: _Cursor, string_arrays: tuple[str, ...]) -> GGUFHeader:
     table = [_tensor_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
-        raise CheckpointError(
-            f"{cursor.path}: general.alignment is {alignment!r}, expected a positive integer"
-        )
+        raise CheckpointError(f"{cursor.path}: general.alignment is {alignment!r}, expected a positive integer")
     start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, type_id, offset in table:
@@ -160,20 +156,15 @@ def _placed(cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, of
     try:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type_id)]
     except ValueError:
-        raise UnsupportedModelError(
-            f"{cursor.path}: tensor {name} has the unknown GGUF type {type_id}"
-        ) from None
+        raise UnsupportedModelError(f"{cursor.path}: tensor {name} has the unknown GGUF type {type_id}") from None
     if shape[-1] % block:
-        raise CheckpointError(
-            f"{cursor.path}: tensor {name}: row length {shape[-1]} is no multiple of {block}"
-        )
+        raise CheckpointError(f"{cursor.path}: tensor {name}: row length {shape[-1]} is no multiple of {block}")
     elements = 1
     for extent in shape:
         elements *= extent
     nbytes = elements // block * size
     if offset + nbytes > len(cursor.data):
         raise CheckpointError(
-            f"{cursor.path}: tensor {name} ends at byte {offset + nbytes} of {len(cursor.data)}; "
-            "the file is cut"
+            f"{cursor.path}: tensor {name} ends at byte {offset + nbytes} of {len(cursor.data)}; the file is cut"
         )
     return GGUFTensor(name, type_id, shape, offset, nbytes)

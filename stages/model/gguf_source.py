@@ -71,9 +71,7 @@ def read_rope_frequencies(header: GGUFHeader, path: Path) -> tuple[float, ...]:
     if tensor is None:
         return ()
     if tensor.type_name != "F32":
-        raise UnsupportedModelError(
-            f"{path}: tensor {ROPE_FREQUENCIES} has type {tensor.type_name}; supported: F32"
-        )
+        raise UnsupportedModelError(f"{path}: tensor {ROPE_FREQUENCIES} has type {tensor.type_name}; supported: F32")
     values = np.fromfile(path, np.float32, tensor.nbytes // 4, offset=tensor.offset)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise CheckpointError(f"{path}: tensor {ROPE_FREQUENCIES} holds values that are not positive numbers")
@@ -87,8 +85,7 @@ class GGUFSource:
         self._tensors, self._config = tensors, config
         self._bytes: np.ndarray | None = np.memmap(path, np.uint8, mode="c")
         self.headers = {
-            name: TensorHeader(tensor.shape, tensor.type_name, tensor.nbytes)
-            for name, tensor in tensors.items()
+            name: TensorHeader(tensor.shape, tensor.type_name, tensor.nbytes) for name, tensor in tensors.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
@@ -100,9 +97,7 @@ class GGUFSource:
             dtype = np.float32 if tensor.type_name == "F32" else np.float16
             values = torch.from_numpy(raw.view(dtype).reshape(tensor.shape))
         else:
-            dense = gguf.dequantize(
-                raw.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.type_id)
-            )
+            dense = gguf.dequantize(raw.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.type_id))
             values = torch.from_numpy(dense)
         rows = self._row_order(name)
         return values if rows is None else values[torch.from_numpy(rows)]
@@ -115,6 +110,12 @@ class GGUFSource:
         groups = reader(self._raw(tensor).reshape(tensor.shape[0], -1))
         rows = self._row_order(name)
         return groups if rows is None else groups.permuted(rows)
+
+    def read_int8(self, name: str) -> gguf_codes.Int8Groups | None:
+        tensor = self._tensors[name]
+        if tensor.type_name != "Q8_0" or self._row_order(name) is not None:
+            return None
+        return gguf_codes.q8_0(self._raw(tensor).reshape(tensor.shape[0], -1))
 
     def close(self) -> None:
         self._bytes = None

@@ -41,9 +41,7 @@ class ConfigFields:
         if value is _REQUIRED:
             raise CheckpointError(f"{self.where}: field {name} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise CheckpointError(
-                f"{self.where}: {name} is {value!r}, expected an integer of at least {least}"
-            )
+            raise CheckpointError(f"{self.where}: {name} is {value!r}, expected an integer of at least {least}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
@@ -59,12 +57,7 @@ class ConfigFields:
 
 
 def positive_number(value: Any, name: str, where: str) -> float:
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise CheckpointError(f"{where}: {name} is {value!r}, expected a positive number")
     return float(value)
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear
+from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
 from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
-from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.embedding import DenseEmbedding, Int8Embedding
 from deepinfer.stages.model.errors import CheckpointError
-from deepinfer.stages.model.gguf_codes import GROUP
+from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups
 from deepinfer.stages.model.heap import trim_heap
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
-from deepinfer.stages.model.precision import choose_dtype
+from deepinfer.stages.model.precision import choose_dtype, is_packed
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
 
 W4_PREFILL = ("bf16-copy", "int4")
@@ -36,10 +36,10 @@ def load_model(
         raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
     compute_dtype = choose_dtype(dtype, checkpoint.source.headers)
     reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
-    build = _Builder(reader, checkpoint.config, batch_invariant, w4_prefill == "bf16-copy")
+    build = _Builder(reader, checkpoint, batch_invariant, w4_prefill == "bf16-copy")
     try:
         with torch.inference_mode():
-            model = build.model(checkpoint, compute_dtype)
+            model = build.model(compute_dtype)
             reader.finish()
     finally:
         checkpoint.source.close()
@@ -48,22 +48,36 @@ def load_model(
 
 
 class _Builder:
-    def __init__(self, reader: WeightReader, config: ModelConfig, batch_invariant: bool, bf16_copy: bool):
-        self._reader, self._config = reader, config
+    def __init__(self, reader: WeightReader, checkpoint: Checkpoint, batch_invariant: bool, bf16_copy: bool):
+        self._reader, self._config = reader, checkpoint.config
+        self._path, self._headers = checkpoint.path, checkpoint.source.headers
         self._batch_invariant, self._bf16_copy = batch_invariant, bf16_copy
 
-    def model(self, checkpoint: Checkpoint, compute_dtype: str) -> Model:
-        embedding = self._reader.matrix([EMBEDDING])
+    def model(self, compute_dtype: str) -> Model:
         tied = self._config.tie_word_embeddings
+        table = self._table(EMBEDDING)
         layers = tuple(self._layer(f"model.layers.{i}") for i in range(self._config.num_layers))
         final_norm = self._reader.norm("model.norm.weight")
-        if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, embedding):
+        if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, table):
             raise CheckpointError(
-                f"{checkpoint.path}: tie_word_embeddings is true, yet {HEAD} differs from {EMBEDDING}; "
+                f"{self._path}: tie_word_embeddings is true, yet {HEAD} differs from {EMBEDDING}; "
                 "one of the two is wrong"
             )
-        head = DenseLinear(embedding if tied else self._reader.matrix([HEAD]), None, self._batch_invariant)
+        embedding = Int8Embedding(table) if isinstance(table, Int8Groups) else DenseEmbedding(table)
+        head = self._head(table if tied else self._table(HEAD))
         return Model(self._config, compute_dtype, embedding, layers, final_norm, head, head_is_embedding=tied)
+
+    def _table(self, name: str) -> Int8Groups | torch.Tensor:
+        """Of embedding or head: 8-bit codes as they are in bf16 compute, else dense."""
+        groups = self._reader.int8(name) if self._reader.dtype == torch.bfloat16 else None
+        return self._reader.matrix([name]) if groups is None else groups
+
+    def _head(self, table: Int8Groups | torch.Tensor) -> Linear:
+        """Gives float32: logits rounded to bf16 would cost as much as all other rounding together."""
+        if isinstance(table, torch.Tensor):
+            return DenseLinear(table, None, self._batch_invariant, out_dtype=torch.float32)
+        scales = torch.from_numpy(table.scales).float()
+        return W8A16Linear(torch.from_numpy(table.codes), scales, None, out_dtype=torch.float32)
 
     def _layer(self, prefix: str) -> Layer:
         config = self._config
@@ -86,9 +100,9 @@ class _Builder:
     def _linear(self, names: Sequence[str], has_bias: bool) -> Linear:
         bias = self._reader.matrix([f"{name}.bias" for name in names]) if has_bias else None
         weights = [f"{name}.weight" for name in names]
-        groups = self._reader.int4(weights) if self._reader.dtype == torch.bfloat16 else None
-        if groups is None:
+        if self._reader.dtype != torch.bfloat16 or not is_packed(weights[0], self._headers):
             return DenseLinear(self._reader.matrix(weights), bias, self._batch_invariant)
+        groups = self._reader.int4(weights)
         return W4A16Linear(
             torch.from_numpy(groups.codes),
             torch.from_numpy(groups.scales),

@@ -10,6 +10,7 @@ import torch
 from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.linear import Linear
 from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.embedding import Embedding
 from deepinfer.stages.model.rope import rope_tables
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,11 +38,11 @@ class Model:
     config: ModelConfig
     compute_dtype: str
     """Either "fp32" or "bf16"."""
-    embedding: torch.Tensor
-    """[vocab, hidden], compute dtype."""
+    embedding: Embedding
     layers: tuple[Layer, ...]
     final_norm: torch.Tensor
     head: Linear
+    """To float32 logits."""
     head_is_embedding: bool
 
     @property
@@ -51,7 +52,8 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Of linear forms and embedding; a tied head counts once."""
-        total = self.embedding.nbytes + (0 if self.head_is_embedding else self.head.weight_bytes)
+        shared = self.embedding.table_bytes if self.head_is_embedding else 0
+        total = self.embedding.nbytes + self.head.weight_bytes - shared
         return total + sum(linear.weight_bytes for layer in self.layers for linear in layer.linears)
 
     def describe(self) -> dict[str, object]:
@@ -61,6 +63,7 @@ class Model:
             "compute_dtype": self.compute_dtype,
             "weight_bytes": self.weight_bytes,
             "linears": dict(kinds.most_common()),
+            "embedding": self.embedding.kind,
             "head": self.head.kind,
         }
 

@@ -16,6 +16,7 @@ FUSED = (
     ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
 )
 """Matrices of one layer that are multiplied as one."""
+_PACK_ROWS = 16
 _IN_LAYER = re.compile(r"(.*layers\.\d+\.)(.+)")
 _FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _CPUINFO = Path("/proc/cpuinfo")
@@ -48,7 +49,7 @@ def choose_dtype(requested: str, headers: Mapping[str, TensorHeader]) -> str:
 
 
 def weight_bytes(headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool) -> int:
-    """Bytes in memory of what `load_model` makes of these tensors, norms and biases included."""
+    """Bytes in memory of what `load_model` makes of these tensors, to 2 % (zero biases, padding)."""
     return sum(_bytes_of(name, headers, dtype, bf16_copies) for name in headers)
 
 
@@ -57,6 +58,8 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
     count = math.prod(shape)
     if dtype == "fp32" or (len(shape) == 1 and name.endswith("weight")):
         return 4 * count
+    if headers[name].dtype == "Q8_0" and _IN_LAYER.fullmatch(name) is None:
+        return count + 6 * (count // GROUP)
     if len(shape) == 2 and is_packed(name, headers):
         scales_and_zeros = 4 * (count // GROUP)
         return count // 2 + scales_and_zeros + (2 * count if bf16_copies else 0)
@@ -65,11 +68,12 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
 
 def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:
     """Whether a matrix keeps its 4-bit codes in bf16 compute: all that is fused with it must have codes as
-    well. Embedding and head are always dense.
+    well, and their rows fill the kernel's blocks. Embedding and head are never packed.
     """
     match = _IN_LAYER.fullmatch(name)
     if match is None:
         return False
     prefix, part = match.groups()
     together = next((group for group in FUSED if part in group), (part,))
-    return all(headers[prefix + member].dtype in READERS for member in together)
+    rows = sum(headers[prefix + member].shape[0] for member in together)
+    return rows % _PACK_ROWS == 0 and all(headers[prefix + member].dtype in READERS for member in together)

@@ -53,6 +53,4 @@ def _from_hub(repo: str, file: str | None) -> Path:
             f"connect once to fetch it, or give {_expected()}"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ModelNotFoundError(
-            f"model {repo!r} could not be fetched: {error}; expected {_expected()}"
-        ) from error
+        raise ModelNotFoundError(f"model {repo!r} could not be fetched: {error}; expected {_expected()}") from error

@@ -23,20 +23,14 @@ def rope_from_json(fields: ConfigFields) -> RopeConfig:
         )
     partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(
-            f"{fields.where}: partial_rotary_factor {partial!r} is not supported, only 1"
-        )
+        raise UnsupportedModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported, only 1")
     theta = scaling.get("rope_theta", fields.get("rope_theta", 10000.0))
     theta = positive_number(theta, "rope_theta", fields.where)
     if rope_type == "default":
         return RopeConfig(theta=theta)
     factor = scaling.get("factor")
-    original = fields.get("original_max_position_embeddings") or scaling.get(
-        "original_max_position_embeddings"
-    )
-    original = int(
-        positive_number(original or fields.integer("max_position_embeddings"), "rope", fields.where)
-    )
+    original = fields.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    original = int(positive_number(original or fields.integer("max_position_embeddings"), "rope", fields.where))
     if factor is None and rope_type == "yarn":
         factor = fields.integer("max_position_embeddings") / original
     factor = positive_number(factor, f"factor of rope_type {rope_type}", fields.where)

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
-from deepinfer.stages.model.gguf_codes import Int4Groups
+from deepinfer.stages.model.gguf_codes import Int4Groups, Int8Groups
 from deepinfer.stages.model.json_fields import read_json
 from deepinfer.stages.model.source import TensorHeader
 
@@ -32,9 +32,7 @@ class SafetensorsSource:
                 self._add(folder / shard, shard, name, index)
         for name, shard in (index or {}).items():
             if name not in self._shard_of and not _DERIVED.fullmatch(name):
-                raise CheckpointError(
-                    f"{folder / INDEX} places tensor {name} in {shard}, which does not hold it"
-                )
+                raise CheckpointError(f"{folder / INDEX} places tensor {name} in {shard}, which does not hold it")
 
     def _add(self, path: Path, shard: str, name: str, index: dict[str, str] | None) -> None:
         if _DERIVED.fullmatch(name):
@@ -42,9 +40,7 @@ class SafetensorsSource:
         if name in self._shard_of:
             raise CheckpointError(f"tensor {name} is both in {self._shard_of[name]} and in {path}")
         if index is not None and index.get(name) != shard:
-            raise CheckpointError(
-                f"{path}: stray tensor {name}: {INDEX} places it in {index.get(name, 'no shard')}"
-            )
+            raise CheckpointError(f"{path}: stray tensor {name}: {INDEX} places it in {index.get(name, 'no shard')}")
         part = self._files[shard].get_slice(name)
         shape, dtype = tuple(part.get_shape()), part.get_dtype()
         if dtype not in SUPPORTED_DTYPES:
@@ -59,6 +55,9 @@ class SafetensorsSource:
         return self._files[self._shard_of[name]].get_tensor(name)
 
     def read_int4(self, name: str) -> Int4Groups | None:
+        return None
+
+    def read_int8(self, name: str) -> Int8Groups | None:
         return None
 
     def close(self) -> None:
@@ -96,7 +95,6 @@ def _shards(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickled:
         raise UnsupportedModelError(
-            f"{folder} holds pickled weights only ({pickled[0]}), which are never loaded; "
-            "supported: safetensors, GGUF"
+            f"{folder} holds pickled weights only ({pickled[0]}), which are never loaded; supported: safetensors, GGUF"
         )
     raise CheckpointError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")

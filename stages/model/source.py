@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from deepinfer.stages.model.gguf_codes import Int4Groups
+from deepinfer.stages.model.gguf_codes import Int4Groups, Int8Groups
 
 
 class TensorHeader(NamedTuple):
@@ -26,6 +26,10 @@ class WeightSource(Protocol):
 
     def read_int4(self, name: str) -> Int4Groups | None:
         """The codes as they are stored, or None for a tensor that is not in 4-bit groups."""
+        ...
+
+    def read_int8(self, name: str) -> Int8Groups | None:
+        """The same for a tensor in 8-bit groups."""
         ...
 
     def close(self) -> None: ...

@@ -63,9 +63,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Incomplete UTF-8 comes out as U+FFFD. No spaces are cleaned up."""
-        text = self._inner.decode(
-            list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
+        text = self._inner.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return cast(str, text)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:

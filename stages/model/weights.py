@@ -11,7 +11,7 @@ import torch
 
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.errors import CheckpointError
-from deepinfer.stages.model.gguf_codes import Int4Groups
+from deepinfer.stages.model.gguf_codes import Int4Groups, Int8Groups
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)."""
@@ -50,22 +50,27 @@ class WeightReader:
             at += shape[0]
         return out
 
-    def int4(self, names: Sequence[str]) -> Int4Groups | None:
-        """The same for codes, scales and minima; None, with nothing read, unless all of them have 4-bit
-        groups.
-        """
-        parts = [self._source.read_int4(name) for name in names]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(names):
-            return None
-        for name, part in zip(names, found, strict=True):
-            finite = bool(np.isfinite(part.scales).all() and np.isfinite(part.minima).all())
-            self._taken(name, finite)
-        return Int4Groups(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    def int4(self, names: Sequence[str]) -> Int4Groups:
+        """The same for codes, scales and minima of tensors that are all in 4-bit groups."""
+        parts = []
+        for name in names:
+            part = self._source.read_int4(name)
+            if part is None:
+                raise CheckpointError(f"{self._path}: tensor {name} is not in 4-bit groups")
+            self._taken(name, bool(np.isfinite(part.scales).all() and np.isfinite(part.minima).all()))
+            parts.append(part)
+        return Int4Groups(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
-    def same_as(self, name: str, other: torch.Tensor) -> bool:
+    def int8(self, name: str) -> Int8Groups | None:
+        """Codes and scales, or None, with nothing read, for a tensor that is not in 8-bit groups."""
+        groups = self._source.read_int8(name)
+        if groups is not None:
+            self._taken(name, bool(np.isfinite(groups.scales).all()))
+        return groups
+
+    def same_as(self, name: str, other: object) -> bool:
         """Whether the tensor equals one that was read before (a tied head that is stored as well)."""
-        return torch.equal(self._dense(name).to(self.dtype), other)
+        return isinstance(other, torch.Tensor) and torch.equal(self._dense(name).to(self.dtype), other)
 
     def finish(self) -> None:
         """Raises CheckpointError when the checkpoint holds a tensor that no parameter took."""

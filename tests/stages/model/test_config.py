@@ -65,9 +65,7 @@ def test_frequencies_are_those_of_transformers_in_old_and_new_spelling(
     if style == "rope_parameters":
         raw: dict[str, Any] = {"rope_parameters": {**scaling, "rope_theta": theta}}
     else:
-        renamed = {
-            ("type" if k == "rope_type" and "type" in style.split() else k): v for k, v in scaling.items()
-        }
+        renamed = {("type" if k == "rope_type" and "type" in style.split() else k): v for k, v in scaling.items()}
         raw = {"rope_scaling": renamed, "rope_theta": theta}
     ours = _read(model_type=family, head_dim=128, max_position_embeddings=context, **raw)
     parameters = {**scaling, "rope_theta": theta}
@@ -99,9 +97,7 @@ def test_end_tokens_come_from_both_files_as_one_id_or_a_list() -> None:
 
 
 def test_a_configuration_saved_by_transformers_is_read_from_its_folder(tmp_path: Path) -> None:
-    AutoConfig.for_model("qwen3", **SIZES, intermediate_size=64, eos_token_id=4).save_pretrained(
-        str(tmp_path)
-    )
+    AutoConfig.for_model("qwen3", **SIZES, intermediate_size=64, eos_token_id=4).save_pretrained(str(tmp_path))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 6]}))
     config = config_from_folder(tmp_path)
     assert (config.family, config.qk_norm, config.head_dim, config.eos_token_ids) == (

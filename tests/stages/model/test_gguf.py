@@ -16,6 +16,7 @@ from tiny_checkpoints import random_ids, tiny_model
 
 from deepinfer.stages.model import (
     Checkpoint,
+    Model,
     load_model,
     open_checkpoint,
 )
@@ -52,9 +53,7 @@ def test_the_header_reader_agrees_with_the_gguf_package_on_the_real_model(smollm
 
 
 @pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
-def test_every_type_dequantises_to_exactly_what_the_gguf_package_gives(
-    type_name: str, tmp_path: Path
-) -> None:
+def test_every_type_dequantises_to_exactly_what_the_gguf_package_gives(type_name: str, tmp_path: Path) -> None:
     model = tiny_model("qwen2", **WIDE)
     file = GGUFModelFile(tmp_path / "m.gguf", model, "qwen2", type_name).write()
     source = open_checkpoint(file).source
@@ -64,9 +63,7 @@ def test_every_type_dequantises_to_exactly_what_the_gguf_package_gives(
 
 
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q4_K"])
-def test_four_bit_codes_with_their_scales_are_exactly_the_dequantised_weights(
-    type_name: str, tmp_path: Path
-) -> None:
+def test_four_bit_codes_with_their_scales_are_exactly_the_dequantised_weights(type_name: str, tmp_path: Path) -> None:
     file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("qwen2", **WIDE), "qwen2", type_name).write()
     groups = open_checkpoint(file).source.read_int4(UP)
     assert groups is not None
@@ -85,6 +82,25 @@ def test_codes_are_the_nibbles_of_the_file(type_name: str, head: int, size: int,
         block = raw[row, group * size + head : (group + 1) * size].tolist()
         nibbles = [byte & 15 for byte in block] + [byte >> 4 for byte in block]
         assert groups.codes[row, group * 32 : (group + 1) * 32].tolist() == nibbles
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_8_bit_embedding_and_head_keep_their_codes_and_give_fp32_logits(tied: bool, tmp_path: Path) -> None:
+    file = GGUFModelFile(
+        tmp_path / "m.gguf", tiny_model("llama", **WIDE, tie_word_embeddings=tied), "llama", "Q8_0"
+    ).write()
+    checkpoint = open_checkpoint(file)
+    table = checkpoint.source.read("model.embed_tokens.weight")
+    model = load_model(checkpoint)
+    assert (model.embedding.kind, model.head.kind) == ("int8 groups", "w8a16")
+    ids = torch.tensor([5, 0, 159, 5], dtype=torch.int32)
+    assert torch.equal(model.embedding(ids), table[ids])
+    hidden = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = table if tied else _reference_dequantised(file, "lm_head.weight")
+    logits = model.head(hidden)
+    assert logits.dtype == torch.float32
+    assert (logits - hidden.float() @ weight.T).abs().max() < 1e-4
+    assert checkpoint.weight_bytes_estimate == pytest.approx(_bytes_in_memory(checkpoint, model), rel=0.02)
 
 
 def test_types_without_four_bit_groups_offer_no_codes(tmp_path: Path) -> None:
@@ -171,26 +187,26 @@ def test_a_mixed_file_keeps_codes_where_it_can_and_says_so(tmp_path: Path) -> No
     checkpoint = open_checkpoint(file.write())
     model = load_model(checkpoint, w4_prefill="int4")
     assert model.describe()["linears"] == {"w4a16 packed int4": 6, "dense bf16": 2}
-    assert checkpoint.weight_bytes_estimate == model.weight_bytes + _norm_bytes(checkpoint)
+    assert checkpoint.weight_bytes_estimate == pytest.approx(_bytes_in_memory(checkpoint, model), rel=0.02)
 
 
-def _norm_bytes(checkpoint: Checkpoint) -> int:
-    return sum(4 * header.shape[0] for header in checkpoint.source.headers.values() if len(header.shape) == 1)
+def _bytes_in_memory(checkpoint: Checkpoint, model: Model) -> int:
+    return model.weight_bytes + sum(
+        4 * header.shape[0] for header in checkpoint.source.headers.values() if len(header.shape) == 1
+    )
 
 
 def test_the_estimate_of_weight_bytes_is_what_loading_takes(tmp_path: Path) -> None:
     for type_name, dtype in (("F16", "bf16"), ("Q4_1", "fp32"), ("Q4_1", "bf16")):
         path = tmp_path / f"{type_name}-{dtype}"
-        checkpoint = open_checkpoint(
-            GGUFModelFile(path, tiny_model("llama", **WIDE), "llama", type_name).write()
-        )
+        checkpoint = open_checkpoint(GGUFModelFile(path, tiny_model("llama", **WIDE), "llama", type_name).write())
         model = load_model(checkpoint, dtype=dtype, w4_prefill="int4")
-        assert checkpoint.estimate_weight_bytes(dtype) == model.weight_bytes + _norm_bytes(checkpoint)
+        expected = _bytes_in_memory(checkpoint, model)
+        assert checkpoint.estimate_weight_bytes(dtype) == pytest.approx(expected, rel=0.02)
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint, batch_invariant=False, w4_prefill="bf16-copy")
-    assert checkpoint.estimate_weight_bytes("auto", bf16_copies=True) == model.weight_bytes + _norm_bytes(
-        checkpoint
-    )
+    expected = _bytes_in_memory(checkpoint, model)
+    assert checkpoint.estimate_weight_bytes("auto", bf16_copies=True) == pytest.approx(expected, rel=0.02)
 
 
 def test_interleaving_is_undone_for_llama_alone(tmp_path: Path) -> None:

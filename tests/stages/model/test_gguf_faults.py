@@ -31,17 +31,13 @@ def test_an_unsupported_type_is_refused_with_tensor_and_type(tmp_path: Path) -> 
         gguf.quantize(np.ones((512, 256), np.float32), gguf.GGMLQuantizationType.Q5_0),
         "Q5_0",
     )
-    with pytest.raises(
-        UnsupportedModelError, match=r"blk\.1\.ffn_up\.weight has type Q5_0; supported: F32, F16"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"blk\.1\.ffn_up\.weight has type Q5_0; supported: F32, F16"):
         open_checkpoint(file.write())
 
 
 def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
     file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama"), "gemma2").write()
-    with pytest.raises(
-        UnsupportedModelError, match="architecture 'gemma2' is not supported; supported: llama"
-    ):
+    with pytest.raises(UnsupportedModelError, match="architecture 'gemma2' is not supported; supported: llama"):
         open_checkpoint(file)
 
 

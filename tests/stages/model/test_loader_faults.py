@@ -103,9 +103,7 @@ def test_a_missing_tensor_is_named(single: Path) -> None:
 
 
 def test_a_stray_tensor_is_named(single: Path) -> None:
-    _edit_tensors(
-        single / "model.safetensors", lambda tensors: tensors.update({"model.extra": torch.zeros(2)})
-    )
+    _edit_tensors(single / "model.safetensors", lambda tensors: tensors.update({"model.extra": torch.zeros(2)}))
     with pytest.raises(CheckpointError, match=r"stray tensor model\.extra"):
         open_checkpoint(single)
 
@@ -240,9 +238,7 @@ def test_a_path_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("argument", "value"), [("dtype", "fp8"), ("w4_prefill", "int8")])
-def test_an_unknown_loading_option_is_refused_with_the_known_ones(
-    single: Path, argument: str, value: str
-) -> None:
+def test_an_unknown_loading_option_is_refused_with_the_known_ones(single: Path, argument: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{argument} '{value}' is unknown; known: "):
         load_model(open_checkpoint(single), **{argument: value})
 

@@ -70,9 +70,7 @@ CASES = {
 
 
 def _decode_logits(runner: Runner, ids: list[int], chunk: int) -> torch.Tensor:
-    rows = [
-        runner.feed({0: ids[at : min(at + chunk, PROMPT)]}, all_rows=True) for at in range(0, PROMPT, chunk)
-    ]
+    rows = [runner.feed({0: ids[at : min(at + chunk, PROMPT)]}, all_rows=True) for at in range(0, PROMPT, chunk)]
     rows += [runner.feed({0: [token]}) for token in ids[PROMPT:]]
     return torch.cat(rows)
 
@@ -101,9 +99,7 @@ def test_a_sharded_checkpoint_gives_the_logits_of_a_single_file(case: str, tmp_p
     sharded = save(model, tmp_path / "sharded", shard="60KB")
     assert len(list(sharded.glob("model-*.safetensors"))) > 2
     ids = random_ids(30)
-    first, second = (
-        Runner(load_model(open_checkpoint(folder))).feed({0: ids}) for folder in (whole, sharded)
-    )
+    first, second = (Runner(load_model(open_checkpoint(folder))).feed({0: ids}) for folder in (whole, sharded))
     assert torch.equal(first, second)
 
 
@@ -129,6 +125,20 @@ def test_a_bf16_checkpoint_in_bf16_stays_near_its_fp32_logits(tmp_path: Path) ->
     assert 0 < (rounded - exact).abs().max() < 0.02 * exact.abs().max()
 
 
+def test_logits_come_in_the_order_that_was_asked_for(tmp_path: Path) -> None:
+    from deepinfer.kernels.attention import AttentionBatch
+    from deepinfer.stages.model import ForwardBatch
+
+    runner = Runner(load_model(open_checkpoint(save(tiny_model("llama"), tmp_path))))
+    batch = AttentionBatch([0, 1, 2], [0, 0, 0], runner.tables[:1], [0, 3])
+    ids = torch.tensor([3, 4, 5], dtype=torch.int32)
+    natural, asked = (
+        runner.executor.forward(ForwardBatch(ids, batch, torch.tensor(rows))) for rows in ([0, 1, 2], [2, 0, 1])
+    )
+    assert torch.equal(asked, natural[[2, 0, 1]])
+    assert not torch.equal(asked, natural)
+
+
 def test_logits_of_no_rows_are_an_empty_table(tmp_path: Path) -> None:
     runner = Runner(load_model(open_checkpoint(save(tiny_model("llama"), tmp_path))))
     from deepinfer.kernels.attention import AttentionBatch
@@ -136,6 +146,4 @@ def test_logits_of_no_rows_are_an_empty_table(tmp_path: Path) -> None:
 
     batch = AttentionBatch([0, 1], [0, 0], runner.tables[:1], [0, 2])
     none = torch.empty(0, dtype=torch.int64)
-    assert runner.executor.forward(
-        ForwardBatch(torch.tensor([3, 4], dtype=torch.int32), batch, none)
-    ).shape == (0, 160)
+    assert runner.executor.forward(ForwardBatch(torch.tensor([3, 4], dtype=torch.int32), batch, none)).shape == (0, 160)

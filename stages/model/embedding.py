@@ -1,0 +1,65 @@
+"""Token embeddings: rows of a table as float32, where the residual stream begins."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups
+
+
+class Embedding(Protocol):
+    kind: str
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def table_bytes(self) -> int:
+        """The part of `nbytes` that a tied head shares."""
+        ...
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int32 [N], valid ids -> float32 [N, hidden], memory of its own."""
+        ...
+
+
+class DenseEmbedding:
+    """table [vocab, hidden], fp32 or bf16."""
+
+    def __init__(self, table: torch.Tensor):
+        self._table = table
+        self.kind = "dense bf16" if table.dtype == torch.bfloat16 else "dense fp32"
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self._table.nbytes
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return torch.embedding(self._table, token_ids).float()
+
+
+class Int8Embedding:
+    """The codes and scales of a Q8_0 table; only the rows that are asked for become floats."""
+
+    kind = "int8 groups"
+
+    def __init__(self, groups: Int8Groups):
+        self._codes, self._scales = torch.from_numpy(groups.codes), torch.from_numpy(groups.scales)
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes.nbytes + self._scales.nbytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self._codes.nbytes
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self._codes[token_ids].float().unflatten(1, (-1, GROUP))
+        return (rows * self._scales[token_ids].float().unsqueeze(-1)).flatten(1)
