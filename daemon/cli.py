@@ -140,6 +140,24 @@ def chat(message: str | None = None, system: str | None = None, runtime_dir: Pat
     sys.exit(chat_loop(_folder(runtime_dir), message, system, _plain(fields)))
 
 
+@main.group()
+def bench() -> None:
+    """Measure this machine. Every number in the documentation comes from one of these."""
+
+
+@bench.command()
+@click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="[default: all cores]")
+@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--peer/--no-peer", default=True, show_default=True, help="Measure transformers' generate beside it.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def serving(model: str, threads: int, rounds: int, peer: bool, output: Path | None) -> None:
+    """Decode at several concurrencies, prefill, KV formats at long context, and a peer, in one run."""
+    from deepinfer.daemon.bench_serving import run_bench
+
+    run_bench(model, threads, rounds, peer, output)
+
+
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 

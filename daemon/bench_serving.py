@@ -1,0 +1,222 @@
+"""`deepinfer-daemon bench serving`: what this machine gets out of the daemon, beside a peer, in one run.
+
+The daemon is a real one, driven over its socket. Whatever is compared is measured in turns, round after round, and a
+ratio is the median of the rounds' ratios: a slow minute of the machine then hits both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from deepinfer.clients import Client
+from deepinfer.daemon.commands import stop_daemon
+from deepinfer.stages.model import resolve_model
+
+PROMPT_TOKENS = 64
+NEW_TOKENS = 64
+CONCURRENCY = (1, 4, 8, 16)
+LONG_CONTEXT = 1000
+PREFILL_TOKENS = 512
+FORMATS = ("fp16", "int8", "fp8_e4m3", "fp8_e5m2")
+PEER = "transformers fp32 generate, c=1"
+
+Samples = dict[str, list[float]]
+
+
+def run_bench(model: str, threads: int, rounds: int, with_peer: bool, output: Path | None) -> None:
+    with ExitStack() as stack:
+        report = _measure(stack, model, threads, rounds, with_peer)
+    _print(report)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=1) + "\n")
+        click.echo(f"written to {output}")
+
+
+def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer: bool) -> dict[str, Any]:
+    options = ["--model", model, "--threads", str(threads), "--max-cache", "24576"]
+    main = stack.enter_context(_daemon(*options))
+    invariant = stack.enter_context(_daemon(*options, "--batch-invariant"))
+    formats = {name: stack.enter_context(_daemon(*options, "--kv-cache-dtype", name)) for name in FORMATS}
+    arms: dict[str, Callable[[], float]] = {
+        **{f"decode c={count}": lambda count=count: _decode_rate(main, count, PROMPT_TOKENS) for count in CONCURRENCY},
+        "decode c=1, batch invariant": lambda: _decode_rate(invariant, 1, PROMPT_TOKENS),
+        "decode c=8, batch invariant": lambda: _decode_rate(invariant, 8, PROMPT_TOKENS),
+        f"prefill of {PREFILL_TOKENS}": lambda: _prefill_rate(main),
+        **{_format_arm(name): lambda c=c: _decode_rate(c, 1, LONG_CONTEXT) for name, c in formats.items()},
+    }
+    if with_peer:
+        ask = stack.enter_context(_transformers(model, threads))
+        arms[PEER] = lambda: _peer_rate(ask)
+    samples: Samples = {name: [] for name in arms}
+    for number in range(rounds):
+        click.echo(f"round {number + 1} of {rounds}", err=True)
+        for name, measure in arms.items():
+            samples[name].append(measure())
+    status = main.status()
+    return {
+        **_conditions(model, threads, rounds),
+        "ready_seconds": status["ready_seconds"],
+        "engine": status["engine"],
+        "tokens_per_s": {name: round(statistics.median(values), 2) for name, values in samples.items()},
+        "ratios": _ratios(samples),
+        "samples_tokens_per_s": {name: [round(v, 2) for v in values] for name, values in samples.items()},
+    }
+
+
+def _format_arm(name: str) -> str:
+    return f"decode c=1 at {LONG_CONTEXT} tokens, KV {name}"
+
+
+def _ratios(samples: Samples) -> dict[str, dict[str, float]]:
+    """Median, least and greatest of the rounds' ratios."""
+    pairs = {
+        "c=8 to c=1": ("decode c=8", "decode c=1"),
+        "batch invariant to default, c=1": ("decode c=1, batch invariant", "decode c=1"),
+        "batch invariant to default, c=8": ("decode c=8, batch invariant", "decode c=8"),
+        **{f"KV {name} to fp16": (_format_arm(name), _format_arm("fp16")) for name in FORMATS[1:]},
+    }
+    if PEER in samples:
+        pairs["c=1 to transformers fp32"] = ("decode c=1", PEER)
+    ratios = {}
+    for name, (ours, other) in pairs.items():
+        values = [a / b for a, b in zip(samples[ours], samples[other], strict=True)]
+        ratios[name] = {
+            "median": round(statistics.median(values), 3),
+            "min": round(min(values), 3),
+            "max": round(max(values), 3),
+        }
+    return ratios
+
+
+# --- one arm ------------------------------------------------------------------------------------------------------
+
+
+def _decode_rate(client: Client, concurrency: int, prompt_tokens: int) -> float:
+    """Tokens per second over all streams while every one of them decodes: from the last first token to the first last
+    one, by the times at which tokens arrive at the client."""
+    arrivals: list[list[float]] = [[] for _ in range(concurrency)]
+    # The later a stream is admitted, the more tokens it needs to be still there when the others are measured.
+    new_tokens = NEW_TOKENS + 2 * concurrency
+
+    def read(number: int) -> None:
+        for event in client.generate(_prompt(prompt_tokens, number), max_new_tokens=new_tokens, ignore_eos=True):
+            arrivals[number] += [time.perf_counter()] * len(getattr(event, "ids", ()))
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(concurrency)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    return sum(begin < moment <= end for times in arrivals for moment in times) / (end - begin)
+
+
+def _prompt(tokens: int, number: int) -> list[int]:
+    """Random ids, the same in every run."""
+    return np.random.default_rng(1000 + number).integers(100, 40_000, tokens).tolist()
+
+
+def _prefill_rate(client: Client) -> float:
+    prompt = _prompt(PREFILL_TOKENS, 7)
+    began = time.perf_counter()
+    client.complete(prompt, max_new_tokens=1)
+    return PREFILL_TOKENS / (time.perf_counter() - began)
+
+
+def _peer_rate(ask: Callable[[list[int], int], float]) -> float:
+    """Decode alone: the difference of a run with all new tokens and one with a single one."""
+    prompt = _prompt(PROMPT_TOKENS, 0)
+    return (NEW_TOKENS - 1) / (ask(prompt, NEW_TOKENS) - ask(prompt, 1))
+
+
+# --- who is measured ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _daemon(*options: str) -> Iterator[Client]:
+    with tempfile.TemporaryDirectory(prefix="dpi-") as folder:
+        path = Path(folder) / "run"
+        command = [sys.executable, "-m", "deepinfer.daemon.cli", "start", "--detach", "--runtime-dir", str(path)]
+        started = subprocess.run([*command, *options], capture_output=True, text=True)
+        if started.returncode:
+            raise click.ClickException(started.stderr)
+        try:
+            with Client(path) as client:
+                _decode_rate(client, 1, PROMPT_TOKENS)
+                yield client
+        finally:
+            stop_daemon(path, now=True)
+
+
+@contextmanager
+def _transformers(model: str, threads: int) -> Iterator[Callable[[list[int], int], float]]:
+    """A function that has transformers generate and returns the seconds it took."""
+    command = [sys.executable, "-m", "deepinfer.daemon.bench_peer", str(resolve_model(model)), str(threads)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        inlet, outlet = process.stdin, process.stdout
+        if inlet is None or outlet is None or not outlet.readline():
+            raise click.ClickException("transformers cannot load this model; leave it out with --no-peer")
+
+        def ask(prompt: list[int], new_tokens: int) -> float:
+            inlet.write(json.dumps({"prompt": prompt, "new_tokens": new_tokens}) + "\n")
+            inlet.flush()
+            return json.loads(outlet.readline())["seconds"]
+
+        ask(_prompt(PROMPT_TOKENS, 0), 4)
+        yield ask
+        inlet.close()
+
+
+# --- the report ---------------------------------------------------------------------------------------------------
+
+
+def _conditions(model: str, threads: int, rounds: int) -> dict[str, Any]:
+    packages = ("deepinfer-daemon", "torch", "numba", "transformers", "pyzmq")
+    return {
+        "command": "deepinfer-daemon " + " ".join(sys.argv[1:]),
+        "model": model,
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": threads, "system": platform.system()},
+        "versions": {name: version(name) for name in packages},
+        "rounds": rounds,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def cpu_name() -> str:
+    """As the system calls it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _print(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    click.echo(f"{machine['cpu']}, {machine['threads']} threads; {report['model']}; {report['rounds']} rounds, medians")
+    click.echo(f"ready after {report['ready_seconds']} s")
+    step_bytes = report["engine"]["step_weight_bytes"]
+    for name, rate in report["tokens_per_s"].items():
+        line = f"{name:42} {rate:10.1f} tokens/s"
+        if name == "decode c=1":
+            line += f"   {rate * step_bytes / 1e9:6.1f} GB/s of weights"
+        click.echo(line)
+    for name, ratio in report["ratios"].items():
+        click.echo(f"{name:42} {ratio['median']:10.2f} x   ({ratio['min']:.2f} to {ratio['max']:.2f})")
