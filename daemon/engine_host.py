@@ -53,6 +53,7 @@ class EngineHost:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         config.check()
         self.config = config
+        self.device = "cpu" if config.device == "auto" else config.device
         self.threads = config.threads or len(os.sched_getaffinity(0))
         try:
             configure_threads(self.threads)
@@ -178,7 +179,7 @@ class EngineHost:
         return {
             "model": self.config.model,
             **self.model.describe(),
-            "device": "cpu",
+            "device": self.device,
             "threads": self.threads,
             "kv_cache_dtype": self.kv_format.name,
             "attention": self.attention.name,
