@@ -37,9 +37,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_q_heads} query heads do not divide over {self.num_kv_heads} KV heads"
-            )
+            raise ValueError(f"{self.num_q_heads} query heads do not divide over {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, not {self.head_dim}")
         if len(self.windows) != self.num_layers:
@@ -112,9 +110,7 @@ def _check_pool(spec: AttentionSpec, layout: BlockLayout, fmt: KVFormat, pool: T
     if model != (layout.num_layers, layout.num_kv_heads, layout.head_dim):
         raise ValueError(f"the pool's layout {layout} is not for layers, KV heads, head_dim = {model}")
     if (layout.k, layout.v) != (fmt.k, fmt.v):
-        raise ValueError(
-            f"the pool's layout stores {layout.k.name}/{layout.v.name}, the format is {fmt.name}"
-        )
+        raise ValueError(f"the pool's layout stores {layout.k.name}/{layout.v.name}, the format is {fmt.name}")
     if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] != layout.block_bytes:
         want = f"uint8 [blocks, {layout.block_bytes}]"
         raise ValueError(f"the pool must be {want}, not {pool.dtype} {tuple(pool.shape)}")

@@ -33,9 +33,7 @@ class AttentionBatch:
         self.seq_starts = np.ascontiguousarray(seq_starts, dtype=np.int32)
         num_rows = len(self.positions)
         if self.row_seq.shape != (num_rows,) or self.block_tables.ndim != 2:
-            raise ValueError(
-                f"row_seq {self.row_seq.shape} and block_tables {self.block_tables.shape} do not fit"
-            )
+            raise ValueError(f"row_seq {self.row_seq.shape} and block_tables {self.block_tables.shape} do not fit")
         if len(self.seq_starts) != len(self.block_tables) + 1 or self.seq_starts[-1] != num_rows:
             raise ValueError(f"seq_starts {self.seq_starts.tolist()} do not span {num_rows} rows")
         self.nonfinite_rows = np.zeros(num_rows, dtype=np.bool_)
@@ -64,9 +62,7 @@ class AttentionBatch:
         """
         counts = np.diff(self.seq_starts)
         if (counts < 0).any() or not np.array_equal(self.row_seq, np.repeat(np.arange(len(counts)), counts)):
-            raise ValueError(
-                f"row_seq {self.row_seq.tolist()} is not what seq_starts {self.seq_starts.tolist()} say"
-            )
+            raise ValueError(f"row_seq {self.row_seq.tolist()} is not what seq_starts {self.seq_starts.tolist()} say")
         if self.num_rows == 0:
             return
         limit = min(max_positions, self.block_tables.shape[1] * block_size)
@@ -77,6 +73,4 @@ class AttentionBatch:
         np.maximum.at(used, self.row_seq, self.positions // block_size + 1)
         ids = self.block_tables[np.arange(self.block_tables.shape[1]) < used[:, None]]
         if int(ids.min()) < 0 or int(ids.max()) >= num_blocks:
-            raise ValueError(
-                f"block ids {ids.min()} .. {ids.max()} are outside the pool's 0 .. {num_blocks - 1}"
-            )
+            raise ValueError(f"block ids {ids.min()} .. {ids.max()} are outside the pool's 0 .. {num_blocks - 1}")

@@ -41,9 +41,7 @@ def warm_up(spec: AttentionSpec, layout: BlockLayout, compute_dtype: torch.dtype
     half = spec.head_dim // 2
     pool = torch.zeros((1, layout.block_bytes), dtype=torch.uint8)
     fmt = KVFormat(layout.k, layout.v)
-    attention = make_attention(
-        "auto", spec, layout, fmt, pool, torch.ones(1, half), torch.zeros(1, half), False
-    )
+    attention = make_attention("auto", spec, layout, fmt, pool, torch.ones(1, half), torch.zeros(1, half), False)
     width = spec.num_q_heads * spec.head_dim
     qkv = torch.zeros((1, width + 2 * spec.num_kv_heads * spec.head_dim), dtype=compute_dtype)
     out = torch.empty((1, width), dtype=compute_dtype)

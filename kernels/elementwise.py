@@ -35,9 +35,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, ou
     """
     _check(residual, weight, out)
     if delta.shape != out.shape or delta.dtype != out.dtype or not delta.is_contiguous():
-        raise ValueError(
-            f"delta {delta.dtype} {tuple(delta.shape)} must be as out {out.dtype} {tuple(out.shape)}"
-        )
+        raise ValueError(f"delta {delta.dtype} {tuple(delta.shape)} must be as out {out.dtype} {tuple(out.shape)}")
     rows, width = residual.shape
     if width % LANES:
         residual += delta
@@ -53,9 +51,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     I]."""
     rows, width = out.shape
     if gate_up.shape != (rows, 2 * width) or gate_up.dtype != out.dtype or not gate_up.is_contiguous():
-        raise ValueError(
-            f"gate_up {gate_up.dtype} {tuple(gate_up.shape)} does not fit out {tuple(out.shape)}"
-        )
+        raise ValueError(f"gate_up {gate_up.dtype} {tuple(gate_up.shape)} does not fit out {tuple(out.shape)}")
     if width % LANES:
         out.copy_(reference_silu_mul(gate_up))
         return
@@ -80,9 +76,7 @@ def _kernels(out: Tensor) -> RowKernels:
 def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compiled code trusts addresses, so shapes are compared here."""
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or out.dtype not in _ACTIVATIONS:
-        raise ValueError(
-            f"need fp32 x and weight and fp32 or bf16 out, not {x.dtype}, {weight.dtype}, {out.dtype}"
-        )
+        raise ValueError(f"need fp32 x and weight and fp32 or bf16 out, not {x.dtype}, {weight.dtype}, {out.dtype}")
     if x.shape != out.shape or weight.shape != x.shape[-1:]:
         raise ValueError(f"shapes {tuple(x.shape)}, {tuple(weight.shape)}, {tuple(out.shape)} do not fit")
     if not (x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()):

@@ -124,7 +124,5 @@ def resolve_kv_format(name: str, compute_dtype: str = "fp16") -> KVFormat:
         codecs *= 2
     if len(codecs) != 2 or codecs[0] is None or codecs[1] is None:
         names = ", ".join(KV_FORMAT_NAMES)
-        raise ValueError(
-            f"unknown KV format {name!r}: use one of {names}, or two of them as K/V, like e4m3/e5m2"
-        )
+        raise ValueError(f"unknown KV format {name!r}: use one of {names}, or two of them as K/V, like e4m3/e5m2")
     return KVFormat(codecs[0], codecs[1])

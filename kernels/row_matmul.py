@@ -33,9 +33,7 @@ class RowMatmul:
             raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(weight.shape)}")
         self._outputs, self._width = outputs, width
         below, right = -outputs % OUTPUT_BLOCK, -width % GROUP
-        self._padded = (
-            F.pad(weight, (0, right, 0, below)).contiguous() if below or right else weight.contiguous()
-        )
+        self._padded = F.pad(weight, (0, right, 0, below)).contiguous() if below or right else weight.contiguous()
         self._scales = None if scales is None else F.pad(scales.float(), (0, 0, 0, below)).contiguous()
         self._bias = torch.zeros(outputs + below)
         if bias is not None:

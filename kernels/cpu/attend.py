@@ -66,9 +66,7 @@ def prefetch_tile(codes, itemsize, layer, table, head, first, context, head_dim)
     shift = layer[plan.BLOCK_SHIFT]
     for place in range(first, min(first + TILE, context), 8):
         slot = (head << shift) + (place & ((1 << shift) - 1))
-        source = (
-            codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * head_dim * itemsize
-        )
+        source = codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * head_dim * itemsize
         for line in range(0, 8 * head_dim * itemsize, 64):
             prefetch(source + line)
 

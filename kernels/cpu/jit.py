@@ -54,9 +54,7 @@ def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Call
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(CACHE_FOLDER)
         try:
-            return numba.njit(signature, parallel=parallel, cache=True, nogil=True, error_model="numpy")(
-                function
-            )
+            return numba.njit(signature, parallel=parallel, cache=True, nogil=True, error_model="numpy")(function)
         finally:
             numba.config.CACHE_DIR = before
 

@@ -40,20 +40,14 @@ class NumbaAttention:
 
     name = "numba fused paged"
 
-    def __init__(
-        self, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor) -> None:
         if spec.head_dim % LANES:
-            raise ValueError(
-                f"the numba attention needs a head_dim divisible by {LANES}, not {spec.head_dim}"
-            )
+            raise ValueError(f"the numba attention needs a head_dim divisible by {LANES}, not {spec.head_dim}")
         if layout.block_size not in BLOCK_SIZES:
             raise ValueError(f"the numba attention has block sizes {BLOCK_SIZES}, not {layout.block_size}")
         self._spec, self._layout, self._pool = spec, layout, pool
         self._cos, self._sin = cos.contiguous(), sin.contiguous()
-        self._plans = [
-            layer_plan(layer, spec, layout, pool, self._cos, self._sin) for layer in range(spec.num_layers)
-        ]
+        self._plans = [layer_plan(layer, spec, layout, pool, self._cos, self._sin) for layer in range(spec.num_layers)]
         heads_at_once = spec.num_q_heads // spec.num_kv_heads
         self._tile_rows = max(1, min(16, _STATE_FLOATS // (heads_at_once * spec.head_dim)))
         states = self._tile_rows * heads_at_once * (spec.head_dim + 2 * LANES)
@@ -68,9 +62,7 @@ class NumbaAttention:
         if work is None or work.owner is not self:
             work = batch.workspace = self._prepare(batch)
         self._check_activations(qkv, out, batch.num_rows)
-        kernel = paged_attention_kernel(
-            self._layout.k, self._layout.v, _ACTIVATIONS[qkv.dtype], self._spec.head_dim
-        )
+        kernel = paged_attention_kernel(self._layout.k, self._layout.v, _ACTIVATIONS[qkv.dtype], self._spec.head_dim)
         kernel(
             self._plans[layer], batch.positions, batch.row_seq, batch.block_tables, work.tiles,
             batch.nonfinite_rows, work.counters, qkv.data_ptr(), out.data_ptr(), work.queries.ctypes.data,
@@ -96,9 +88,7 @@ class NumbaAttention:
         spec = self._spec
         q_width, kv_width = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         if qkv.shape != (rows, q_width + 2 * kv_width) or out.shape != (rows, q_width):
-            raise ValueError(
-                f"qkv {tuple(qkv.shape)} and out {tuple(out.shape)} do not fit {rows} rows of {spec}"
-            )
+            raise ValueError(f"qkv {tuple(qkv.shape)} and out {tuple(out.shape)} do not fit {rows} rows of {spec}")
         if qkv.dtype not in _ACTIVATIONS or out.dtype != qkv.dtype:
             raise ValueError(f"qkv and out must both be fp32 or bf16, not {qkv.dtype} and {out.dtype}")
         if not (qkv.is_contiguous() and out.is_contiguous()):

@@ -51,16 +51,12 @@ def write_row(  # type: ignore[no-untyped-def]
         above, bad, largest = make_storable(work, k_limit, head_dim)
         saturated, nonfinite = saturated + above, nonfinite + bad
         codes = layer[plan.K_ADDRESS] + block + place * head_dim * k_bytes
-        store_head(
-            k_codec, k_bytes, work, largest, codes, layer[plan.K_SCALES_ADDRESS] + block + 2 * place, head_dim
-        )
+        store_head(k_codec, k_bytes, work, largest, codes, layer[plan.K_SCALES_ADDRESS] + block + 2 * place, head_dim)
         unpack_head(act_codec, act_bytes, qkv + (num_q + num_kv + head) * head_bytes, work, head_dim)
         above, bad, largest = make_storable(work, v_limit, head_dim)
         saturated, nonfinite = saturated + above, nonfinite + bad
         codes = layer[plan.V_ADDRESS] + block + place * head_dim * v_bytes
-        store_head(
-            v_codec, v_bytes, work, largest, codes, layer[plan.V_SCALES_ADDRESS] + block + 2 * place, head_dim
-        )
+        store_head(v_codec, v_bytes, work, largest, codes, layer[plan.V_SCALES_ADDRESS] + block + 2 * place, head_dim)
     return saturated, nonfinite
 
 

@@ -74,9 +74,7 @@ def products(_typing, kind, rows, x, x_stride, w, w_stride, scales, scale_stride
             w_at = builder.mul(loop.index, ir.Constant(groups.type, WEIGHT_BYTES[number] * GROUP))
             scale_at = builder.mul(loop.index, ir.Constant(groups.type, 4))
             places = [builder.add(_at(builder, x, r, x_stride), x_at) for r in range(num_rows)]
-            active = [
-                [load(builder, offset(builder, place, at)) for at in (0, 4 * LANES)] for place in places
-            ]
+            active = [[load(builder, offset(builder, place, at)) for at in (0, 4 * LANES)] for place in places]
             for c in range(outputs):
                 place = builder.add(_at(builder, w, c, w_stride), w_at)
                 scale_place = builder.add(_at(builder, scales, c, scale_stride), scale_at)

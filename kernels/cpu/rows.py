@@ -71,9 +71,7 @@ def row_kernels(activations: Codec, parallel: bool) -> RowKernels:
     @compiled(parallel=parallel)
     def rms_norm(x, weight, eps, out, num_rows, width):  # type: ignore[no-untyped-def]
         for row in prange(num_rows):
-            norm_row(
-                act_codec, act_bytes, x + 4 * row * width, weight, eps, width, out + act_bytes * row * width
-            )
+            norm_row(act_codec, act_bytes, x + 4 * row * width, weight, eps, width, out + act_bytes * row * width)
 
     @compiled(parallel=parallel)
     def add_rms_norm(residual, delta, weight, eps, out, num_rows, width):  # type: ignore[no-untyped-def]
@@ -88,8 +86,6 @@ def row_kernels(activations: Codec, parallel: bool) -> RowKernels:
     def silu_mul(gate_up, out, num_rows, width):  # type: ignore[no-untyped-def]
         for row in prange(num_rows):
             gate = gate_up + act_bytes * 2 * row * width
-            silu_row(
-                act_codec, act_bytes, gate, gate + act_bytes * width, width, out + act_bytes * row * width
-            )
+            silu_row(act_codec, act_bytes, gate, gate + act_bytes * width, width, out + act_bytes * row * width)
 
     return RowKernels(rms_norm, add_rms_norm, silu_mul)

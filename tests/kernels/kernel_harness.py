@@ -21,7 +21,7 @@ def write_values(name, values):
     Returns (codes uint8 [N, D * itemsize], scale bits int16 [N], attention, batch).
     """
     rows, head_dim = values.shape
-    fmt = resolve_kv_format(f"fp32/{name}")
+    fmt = resolve_kv_format(name)
     layout = fmt.layout(1, 1, head_dim, 16)
     num_blocks = -(-rows // 16)
     pool = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
@@ -70,17 +70,13 @@ class Case:
             self.tables.append([order.pop() for _ in range(count)] + [0] * (width - count))
         self.unused = order
         columns = (num_q + 2 * num_kv) * head_dim
-        self.qkv = [
-            torch.randn(length, columns, generator=generator).to(dtype or torch.float32) for length in lengths
-        ]
+        self.qkv = [torch.randn(length, columns, generator=generator).to(dtype or torch.float32) for length in lengths]
 
     def pool(self, fill=0):
         return torch.full((self.num_blocks, self.layout.block_bytes), fill, dtype=torch.uint8)
 
     def attention(self, backend, pool):
-        return make_attention(
-            backend, self.spec, self.layout, self.fmt, pool, self.cos, self.sin, batch_invariant=True
-        )
+        return make_attention(backend, self.spec, self.layout, self.fmt, pool, self.cos, self.sin, batch_invariant=True)
 
     def forward(self, attention, pieces, layer=1):
         """Attend rows first .. end of sequences, given as [(sequence, first, end)]: one output for each."""

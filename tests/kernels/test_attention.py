@@ -57,9 +57,7 @@ def test_block_sizes_and_group_sizes_agree_with_the_reference(block_size, heads)
     assert torch.allclose(*outs, atol=3e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "head_dim"), [("fp16", 64), ("fp8", 80), ("int8", 96), ("fp8", 128), ("e5m2", 256)]
-)
+@pytest.mark.parametrize(("fmt", "head_dim"), [("fp16", 64), ("fp8", 80), ("int8", 96), ("fp8", 128), ("e5m2", 256)])
 def test_head_dims_agree_with_the_reference_in_bf16(fmt, head_dim):
     case = Case(fmt, heads=(6, 2), head_dim=head_dim, lengths=(5, 50), dtype=torch.bfloat16)
     pools, outs = both(case)
@@ -116,9 +114,7 @@ def test_a_decode_step_with_many_sequences_equals_each_alone():
                 case.forward(attention, [(seq, 0, length - 1)])
     last = [(seq, length - 1, length) for seq, length in enumerate(case.lengths)]
     together = case.forward(batched, last)
-    assert all(
-        torch.equal(out, case.forward(single, [piece])[0]) for out, piece in zip(together, last, strict=True)
-    )
+    assert all(torch.equal(out, case.forward(single, [piece])[0]) for out, piece in zip(together, last, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -239,8 +235,6 @@ def test_what_does_not_fit_together_is_refused_when_the_attention_is_made():
     odd = fmt.layout(1, 2, 24, 16)
     odd_pool = torch.zeros(2, odd.block_bytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="divisible by 16, not 24"):
-        make_attention(
-            "numba", AttentionSpec(1, 4, 2, 24, 0.25, (0,)), odd, fmt, odd_pool, *rope_tables(8, 24), True
-        )
+        make_attention("numba", AttentionSpec(1, 4, 2, 24, 0.25, (0,)), odd, fmt, odd_pool, *rope_tables(8, 24), True)
     with pytest.raises(ValueError, match="5 query heads do not divide over 2"):
         AttentionSpec(1, 5, 2, 16, 0.25, (0,))

@@ -37,9 +37,7 @@ def awkward_values(seed=0):
     normal = torch.randn(4096, generator=generator)
     spread = normal * torch.exp(20 * torch.randn(4096, generator=generator))
     tiny = normal * 2.0**-12
-    limits = torch.tensor(
-        [1e-45, 2.0**-10, 2.0**-17, 448.0, 449.0, 464.0, 465.0, 57344.0, 61440.0, 65504.0, 65520.0]
-    )
+    limits = torch.tensor([1e-45, 2.0**-10, 2.0**-17, 448.0, 449.0, 464.0, 465.0, 57344.0, 61440.0, 65504.0, 65520.0])
     edges = torch.cat((limits, torch.tensor([3.3895e38, 3.4028e38, 0.0, 127.5, 1e30])))
     exact = torch.cat((E4M3_VALUES, E5M2_VALUES)).sort().values
     middles = (exact[1:] + exact[:-1]) / 2
@@ -47,7 +45,7 @@ def awkward_values(seed=0):
     beside = torch.cat((torch.nextafter(values, values + 1), torch.nextafter(values, values - 1)))
     values = torch.cat((values, beside))
     values = values[torch.isfinite(values)]
-    return values[: len(values) // 64 * 64].view(-1, 64)
+    return values[: len(values) // 16 * 16].view(-1, 16)
 
 
 @compiled()
@@ -100,7 +98,7 @@ def test_the_compiled_encoder_stores_the_same_bytes_as_torch(name):
     assert scales is None or torch.equal(written_scales, scales.view(torch.int16))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_bf16_activations_are_widened_before_they_are_encoded(name):
     values = awkward_values(2).clamp(-3e38, 3e38).bfloat16()
     codes, _ = codec(name).encode(values)
@@ -109,8 +107,8 @@ def test_bf16_activations_are_widened_before_they_are_encoded(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nonfinite_input_is_stored_as_zero_and_counted_per_row(name):
-    values = torch.ones(48, 64)
-    values[3, 5], values[7, 0], values[7, 63] = torch.nan, torch.inf, -torch.inf
+    values = torch.ones(48, 16)
+    values[3, 5], values[7, 0], values[7, 15] = torch.nan, torch.inf, -torch.inf
     written, _, attention, batch = write_values(name, values)
     clean = torch.where(torch.isfinite(values), values, torch.zeros(()))
     assert torch.equal(written, codec(name).encode(clean)[0])
@@ -122,7 +120,7 @@ def test_nonfinite_input_is_stored_as_zero_and_counted_per_row(name):
 @pytest.mark.parametrize("name", ["fp16", "fp8_e4m3", "fp8_e5m2", "int8", "bf16"])
 def test_values_beyond_the_largest_saturate_and_are_counted(name):
     limit = codec(name).max_finite
-    values = torch.full((1, 64), 1.0)
+    values = torch.full((1, 16), 1.0)
     values[0, 1], values[0, 2] = torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max
     values[0, 3] = limit
     written, scales, attention, _ = write_values(name, values)

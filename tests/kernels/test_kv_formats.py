@@ -39,9 +39,7 @@ def test_k_and_v_may_differ():
     assert resolve_kv_format("int8/fp16").block_bytes(1, 1, 64, 16) == 16 * (64 + 2 + 128)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "int4", "FP16", "fp16/", "/fp16", "fp16/fp16/fp16", "fp16/int4", None, 8]
-)
+@pytest.mark.parametrize("name", ["", "int4", "FP16", "fp16/", "/fp16", "fp16/fp16/fp16", "fp16/int4", None, 8])
 def test_an_unknown_name_is_refused_with_the_list_of_names(name):
     with pytest.raises(ValueError, match="unknown KV format") as caught:
         resolve_kv_format(name)

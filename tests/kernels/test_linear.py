@@ -13,9 +13,7 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_rows_do_not_depend_on_the_batch(
-    linear, x, counts=(2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 63, 64, 65)
-):
+def assert_rows_do_not_depend_on_the_batch(linear, x, counts=(2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 63, 64, 65)):
     alone = torch.cat([linear(row[None]) for row in x])
     for count in (*counts, len(x)):
         assert torch.equal(linear(x[:count]), alone[:count])
@@ -72,9 +70,7 @@ def test_a_bf16_head_can_give_fp32_logits():
 
 
 def quantised_int8(rows, width):
-    codes = torch.randint(
-        -128, 128, (rows, width), dtype=torch.int8, generator=torch.Generator().manual_seed(0)
-    )
+    codes = torch.randint(-128, 128, (rows, width), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
     return codes, random(rows, width // 32, seed=1).abs()
 
 

@@ -1,0 +1,52 @@
+"""Threads, warm-up and what is reported of them."""
+
+import subprocess
+import sys
+
+import numba
+import pytest
+import torch
+
+from deepinfer.kernels import resolve_kv_format
+from deepinfer.kernels.attention import AttentionSpec
+from deepinfer.kernels.cpu_runtime import configure_threads, describe, warm_up
+from deepinfer.kernels.openmp import limit_spinning
+
+
+def test_threads_are_set_for_torch_and_numba_and_reported():
+    before = torch.get_num_threads()
+    configure_threads(1)
+    assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)
+    report = describe()
+    assert (report["torch_threads"], report["numba_threads"]) == (1, 1)
+    configure_threads(min(before, numba.config.NUMBA_NUM_THREADS))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+def test_a_number_of_threads_that_the_machine_lacks_is_refused(threads):
+    with pytest.raises(ValueError, match=f"not {threads}"):
+        configure_threads(threads)
+
+
+def test_the_threading_layer_that_is_reported_is_the_one_in_use():
+    warm_up(AttentionSpec(1, 2, 1, 16, 0.25, (0,)), resolve_kv_format("fp16").layout(1, 1, 16, 16), torch.float32)
+    layer = describe()["numba_threading_layer"]
+    assert layer == "omp" if layer == numba.threading_layer() else layer.startswith("none")
+
+
+def test_spinning_is_limited_unless_the_user_has_chosen():
+    mine = {"OMP_WAIT_POLICY": "active"}
+    limit_spinning(mine)
+    assert mine == {"OMP_WAIT_POLICY": "active"}
+    empty = {}
+    assert limit_spinning(empty) is False
+    assert empty == {"GOMP_SPINCOUNT": "1000"}
+
+
+def test_formats_and_the_spin_limit_need_neither_torch_nor_numba():
+    code = (
+        "import sys, deepinfer.kernels as k; from deepinfer.kernels.openmp import limit_spinning; "
+        "k.resolve_kv_format('int8').block_bytes(1, 1, 16, 16); "
+        "assert limit_spinning({}) and not {'torch', 'numba'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
