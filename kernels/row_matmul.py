@@ -34,7 +34,10 @@ class RowMatmul:
         self._outputs, self._width = outputs, width
         below, right = -outputs % OUTPUT_BLOCK, -width % GROUP
         self._padded = F.pad(weight, (0, right, 0, below)).contiguous() if below or right else weight.contiguous()
-        self._scales = None if scales is None else F.pad(scales.float(), (0, 0, 0, below)).contiguous()
+        self._scales: Tensor | None = None
+        if scales is not None:
+            self._padded = _in_blocks(self._padded.unflatten(1, (-1, GROUP))).view(outputs + below, width)
+            self._scales = _in_blocks(F.pad(scales.float(), (0, 0, 0, below)))
         self._bias = torch.zeros(outputs + below)
         if bias is not None:
             self._bias[:outputs] = bias
@@ -42,7 +45,7 @@ class RowMatmul:
 
     @property
     def weight(self) -> Tensor:
-        """[M, K], without the padding."""
+        """fp32 or bf16 [M, K], without the padding. Not for int8, whose rows lie in blocks."""
         return self._padded[: self._outputs, : self._width]
 
     @property
@@ -70,3 +73,8 @@ class RowMatmul:
         if len(self._padded) != self._outputs:
             y = y[:, : self._outputs].contiguous()
         return y.to(out_dtype)
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """[M, G, ...] to [M / 16, G, 16, ...]."""
+    return rows.unflatten(0, (-1, OUTPUT_BLOCK)).transpose(1, 2).contiguous()

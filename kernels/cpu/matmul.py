@@ -9,7 +9,7 @@ import numba
 from numba import literally, prange
 
 from deepinfer.kernels.cpu.jit import compiled, helper
-from deepinfer.kernels.cpu.products import GROUP, WEIGHT_BYTES, products, store_rows
+from deepinfer.kernels.cpu.products import GROUP, W_INT8, WEIGHT_BYTES, products, store_rows
 from deepinfer.kernels.cpu.vec16 import LANES, add, load_f32, store_f32
 
 OUTPUT_BLOCK = LANES
@@ -67,19 +67,19 @@ def output_block(kind, x, x_stride, w, w_stride, scales, scale_stride, groups, b
 def matmul_kernel(kind: int) -> Any:
     """The compiled function for weights of a kind (see `products`), all operands contiguous and by address.
 
-    x fp32 [rows, 32 * groups], w [outputs, 32 * groups], scales fp32 [outputs, groups] (int8 only), bias fp32
-    [outputs], y fp32 [rows, outputs]; outputs a multiple of 16.
+    x fp32 [rows, 32 * groups], w and scales as `products` has them, bias fp32 [outputs], y fp32 [rows,
+    outputs]; outputs a multiple of 16.
     """
-    group_bytes = WEIGHT_BYTES[kind] * GROUP
+    group_bytes, in_blocks = WEIGHT_BYTES[kind] * GROUP, kind == W_INT8
 
     @compiled(numba.void(*[numba.int64] * 8), parallel=True)
     def matmul(x, w, scales, bias, y, num_rows, num_outputs, groups):  # type: ignore[no-untyped-def]
-        w_stride, scale_stride = group_bytes * groups, 4 * groups
+        w_stride = group_bytes if in_blocks else group_bytes * groups
         for block in prange(num_outputs // OUTPUT_BLOCK):
             first = block * OUTPUT_BLOCK
             output_block(
-                kind, x, 4 * GROUP * groups, w + first * w_stride, w_stride,
-                scales + first * scale_stride, scale_stride, groups, bias + 4 * first, y + 4 * first,
+                kind, x, 4 * GROUP * groups, w + first * group_bytes * groups, w_stride,
+                scales + 4 * first * groups, 4, groups, bias + 4 * first, y + 4 * first,
                 4 * num_outputs, num_rows,
             )  # fmt: skip
 

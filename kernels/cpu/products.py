@@ -32,7 +32,9 @@ from deepinfer.kernels.cpu.vec16 import (
 )
 
 W_FP32, W_BF16, W_INT8 = range(3)
-"""Kinds of weights. int8: signed codes times an fp32 scale for every `GROUP` of them along K."""
+"""Kinds of weights. fp32 and bf16 lie row by row, [M, K]. int8 codes have an fp32 scale for every `GROUP`
+along K; they lie in blocks of sixteen rows, [M / 16, K / 32, 16, 32] with scales [M / 16, K / 32, 16], so
+that a thread reads memory in one stream with constant offsets."""
 WEIGHT_BYTES = (4, 2, 1)
 GROUP = 32
 
@@ -66,13 +68,17 @@ def products(_typing, kind, rows, x, x_stride, w, w_stride, scales, scale_stride
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, x_stride, w, w_stride, scales, scale_stride, groups = args[2:]
+        group_bytes = WEIGHT_BYTES[number] * GROUP
+        if number == W_INT8:
+            w_stride, scale_stride = (ir.Constant(groups.type, step) for step in (group_bytes, 4))
+            group_bytes *= LANES
         totals = [cgutils.alloca_once(builder, VF32) for _ in range(LANES)]
         for slot in totals:
             builder.store(constant(0.0), slot)
         with cgutils.for_range(builder, groups) as loop:
             x_at = builder.mul(loop.index, ir.Constant(groups.type, 4 * GROUP))
-            w_at = builder.mul(loop.index, ir.Constant(groups.type, WEIGHT_BYTES[number] * GROUP))
-            scale_at = builder.mul(loop.index, ir.Constant(groups.type, 4))
+            w_at = builder.mul(loop.index, ir.Constant(groups.type, group_bytes))
+            scale_at = builder.mul(loop.index, ir.Constant(groups.type, 4 * LANES))
             places = [builder.add(_at(builder, x, r, x_stride), x_at) for r in range(num_rows)]
             active = [[load(builder, offset(builder, place, at)) for at in (0, 4 * LANES)] for place in places]
             for c in range(outputs):
