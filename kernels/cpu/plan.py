@@ -1,5 +1,5 @@
-"""What a layer's kernel call needs, as one int64 vector: a kernel call costs about 0.2 us for every
-argument."""
+"""What a layer's kernel call needs, as one int64 vector, because every argument of a call costs
+time."""
 
 from __future__ import annotations
 
