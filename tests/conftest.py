@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,14 @@ def smollm2_path() -> Path:
         if path.exists():
             return path
     return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def reference(smollm2_path: Path) -> Any:
+    """The real model in transformers, in fp32: reading it takes seconds, so it is read once."""
+    from reference import load_reference
+
+    return load_reference(smollm2_path)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from reference import greedy_ids, load_reference
+from reference import greedy_ids
 
 from deepinfer.daemon.engine import Engine
 
@@ -41,11 +41,6 @@ def prompts(engine: Engine) -> list[list[int]]:
     client = engine.client
     chats = [client.tokenize(messages=[{"role": "user", "content": chat}]) for chat in CHATS]
     return chats + [client.tokenize(text) for text in [*TEXTS, LONG_TEXT]]
-
-
-@pytest.fixture(scope="module")
-def reference(smollm2_path: Any) -> Any:
-    return load_reference(smollm2_path)
 
 
 @pytest.mark.timeout(1200)  # transformers' generate takes 90 s of it on two quiet cores

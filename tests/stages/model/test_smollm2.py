@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from executor_runner import Runner
-from reference import greedy_ids, load_reference, teacher_forced_logits
+from reference import greedy_ids, teacher_forced_logits
 from transformers import PreTrainedModel
 
 from deepinfer.stages.model import Checkpoint, Model, Tokenizer, load_model, load_tokenizer, open_checkpoint
@@ -27,11 +27,6 @@ again since the spring; a crate of mackerel brought in less than the ice it was 
 town the bakery opened at six, the school at eight, and the bank, which had once closed at noon, now
 opened only on Tuesdays and Thursdays.
 """
-
-
-@pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> PreTrainedModel:
-    return load_reference(smollm2_path)
 
 
 @pytest.fixture(scope="module")
