@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -18,6 +18,9 @@ from deepinfer.kernels.cpu.vec16 import LANES
 from deepinfer.kernels.kv_formats import BlockLayout
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+PARALLEL_SCORES = 2048
+"""Products of a query and a key in a layer, from which on waking the other threads pays (about 15 us of
+work)."""
 _STATE_FLOATS = 4096
 _ACTIVATIONS = {torch.float32: FP32, torch.bfloat16: BF16}
 
@@ -26,6 +29,7 @@ class _Workspace(NamedTuple):
     """What the layers of one forward pass share. `owner` is the attention that made it."""
 
     owner: NumbaAttention
+    parallel: bool
     tiles: np.ndarray
     queries: np.ndarray
     scratch: np.ndarray
@@ -53,6 +57,7 @@ class NumbaAttention:
         states = self._tile_rows * heads_at_once * (spec.head_dim + 2 * LANES)
         self._scratch_floats = 2 * TILE * spec.head_dim + 2 * LANES + states
         self._scale, self._eps = np.float32(spec.scale), np.float32(spec.rms_norm_eps)
+        self._compiled: dict[torch.dtype, tuple[Any, Any]] = {}
         self.kv_saturated_total = 0
         self.kv_nonfinite_total = 0
 
@@ -62,8 +67,7 @@ class NumbaAttention:
         if work is None or work.owner is not self:
             work = batch.workspace = self._prepare(batch)
         self._check_activations(qkv, out, batch.num_rows)
-        kernel = paged_attention_kernel(self._layout.k, self._layout.v, _ACTIVATIONS[qkv.dtype], self._spec.head_dim)
-        kernel(
+        self._kernels(qkv.dtype)[work.parallel](
             self._plans[layer], batch.positions, batch.row_seq, batch.block_tables, work.tiles,
             batch.nonfinite_rows, work.counters, qkv.data_ptr(), out.data_ptr(), work.queries.ctypes.data,
             work.scratch.ctypes.data, work.scratch.strides[0], len(work.scratch), self._scale, self._eps,
@@ -72,15 +76,29 @@ class NumbaAttention:
         self.kv_saturated_total += int(counters[SATURATED])
         self.kv_nonfinite_total += int(counters[NONFINITE])
 
+    def _kernels(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """For one thread and for all: both are there after the first call, whatever that call needs."""
+        if dtype not in self._compiled:
+            activations, layout = _ACTIVATIONS[dtype], self._layout
+            one, every = (
+                paged_attention_kernel(layout.k, layout.v, activations, self._spec.head_dim, parallel)
+                for parallel in (False, True)
+            )
+            self._compiled[dtype] = one, every
+        return self._compiled[dtype]
+
     def _prepare(self, batch: AttentionBatch) -> _Workspace:
         """Check a batch once and give it the memory that its layers share."""
         batch.check(self._layout.block_size, len(self._pool), len(self._cos))
         row_floats = (self._spec.num_q_heads + 1) * self._spec.head_dim
+        scores = int((batch.positions + 1).sum()) * self._spec.num_q_heads
+        parallel = scores >= PARALLEL_SCORES
         return _Workspace(
             owner=self,
+            parallel=parallel,
             tiles=batch.row_tiles(self._tile_rows),
             queries=np.empty((batch.num_rows, row_floats), np.float32),
-            scratch=np.empty((numba.get_num_threads(), self._scratch_floats), np.float32),
+            scratch=np.empty((numba.get_num_threads() if parallel else 1, self._scratch_floats), np.float32),
             counters=np.zeros(NUM_COUNTERS, np.int64),
         )
 

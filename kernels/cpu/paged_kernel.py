@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numba
 import numpy as np
 from numba import prange
 
@@ -15,11 +16,13 @@ from deepinfer.kernels.cpu.jit import compiled, helper
 from deepinfer.kernels.cpu.kv_write import make_storable, normalise_head, rotate_head, store_head, unpack_head
 from deepinfer.kernels.cpu.memory import fetch_add
 
-PARALLEL_ROWS = 16
-"""From this many rows on, the write half is shared out over threads."""
 SATURATED, NONFINITE, NEXT_UNIT = range(3)
 NUM_COUNTERS = 3
 """Entries of a call's int64 counters."""
+_TABLE, _ROWS, _COUNTS = numba.int32[:, ::1], numba.int32[::1], numba.int64[::1]
+_SIGNATURE = numba.void(
+    _COUNTS, _ROWS, _ROWS, _TABLE, _TABLE, numba.boolean[::1], _COUNTS, *[numba.int64] * 6, numba.float32, numba.float32
+)  # fmt: skip
 
 
 @helper
@@ -61,8 +64,10 @@ def write_row(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int) -> Any:
-    """The compiled function for these. It writes all rows before it attends any.
+def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int, parallel: bool) -> Any:
+    """The compiled function for these, on all threads or on one. It writes all rows before it attends any.
+
+    Compiled, or loaded from disk, when it is first asked for.
 
     Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key
         stable.
@@ -71,7 +76,7 @@ def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int
     v_codec, v_bytes, v_limit = v.number, v.itemsize, np.float32(v.max_finite)
     act_codec, act_bytes = activations.number, activations.itemsize
 
-    @compiled(parallel=True)
+    @compiled(_SIGNATURE, parallel=parallel)
     def paged_attention(  # type: ignore[no-untyped-def]
         layer, positions, row_seq, tables, tiles, nonfinite_rows, counters,
         qkv, out, queries, scratch, scratch_bytes, num_workers, scale, eps,
@@ -80,26 +85,15 @@ def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int
         row_floats = (layer[plan.NUM_Q_HEADS] + 1) * head_dim
         row_bytes = act_bytes * (layer[plan.NUM_Q_HEADS] + 2 * num_kv) * head_dim
         saturated, nonfinite = 0, 0
-        if num_rows < PARALLEL_ROWS:
-            for row in range(num_rows):
-                above, bad = write_row(
-                    k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
-                    layer, tables[row_seq[row]], np.int64(positions[row]), qkv + row * row_bytes,
-                    queries + 4 * row * row_floats, scale, eps,
-                )  # fmt: skip
-                nonfinite_rows[row] |= bad > 0
-                saturated += above
-                nonfinite += bad
-        else:
-            for row in prange(num_rows):
-                above, bad = write_row(
-                    k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
-                    layer, tables[row_seq[row]], np.int64(positions[row]), qkv + row * row_bytes,
-                    queries + 4 * row * row_floats, scale, eps,
-                )  # fmt: skip
-                nonfinite_rows[row] |= bad > 0
-                saturated += above
-                nonfinite += bad
+        for row in prange(num_rows):
+            above, bad = write_row(
+                k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
+                layer, tables[row_seq[row]], np.int64(positions[row]), qkv + row * row_bytes,
+                queries + 4 * row * row_floats, scale, eps,
+            )  # fmt: skip
+            nonfinite_rows[row] |= bad > 0
+            saturated += above
+            nonfinite += bad
         counters[SATURATED] = saturated
         counters[NONFINITE] = nonfinite
         counters[NEXT_UNIT] = 0
