@@ -76,15 +76,19 @@ def test_the_default_mode_stays_within_its_stated_logit_bound(smollm2_path):
     """Another kernel for other row counts may change logits in the default mode; docs/numerics.md says how much."""
     fields = {"max_new_tokens": 1, "logprobs": 20}
     bound = 0.25
-    with Engine(smollm2_path, num_blocks=256, prefill_chunk_tokens=4) as engine:
-        by_few_rows = [engine.complete(text, **fields).logprobs[0] for text in TEXTS]
-    with Engine(smollm2_path, num_blocks=256) as engine:
-        by_many_rows = [engine.complete(text, **fields).logprobs[0] for text in TEXTS]
-    for few, many in zip(by_few_rows, by_many_rows, strict=True):
+
+    def first_logprobs(**settings: Any) -> list[Any]:
+        with Engine(smollm2_path, num_blocks=256, **settings) as engine:
+            texts = [*prompts(engine)[:10], *(engine.client.tokenize(LONG_TEXT[:size]) for size in (300, 1200, 2400))]
+            assert min(map(len, texts)) > 16, "shorter ones meet the same kernel either way"
+            return [engine.complete(ids, **fields).logprobs[0] for ids in texts]
+
+    differences = []
+    for few, many in zip(first_logprobs(prefill_chunk_tokens=4), first_logprobs(), strict=True):
         other = dict(many.top)
-        shared = [(value, other[token]) for token, value in few.top if token in other]
-        assert len(shared) >= 10
-        assert max(abs(a - b) for a, b in shared) < bound
+        differences += [abs(value - other[token]) for token, value in few.top if token in other]
+    assert len(differences) >= 13 * 10
+    assert 0 < max(differences) < bound
 
 
 def test_the_deltas_of_a_chinese_answer_are_its_full_decode(smollm2_path):
