@@ -29,9 +29,7 @@ from deepinfer.clients.streams import StreamState
 class AsyncStream:
     """`Stream` of `deepinfer.clients.client` for `async for` and `async with`."""
 
-    def __init__(
-        self, link: Link, id: int, mailbox: asyncio.Queue[Item], streaming: bool, timeouts: Timeouts
-    ):
+    def __init__(self, link: Link, id: int, mailbox: asyncio.Queue[Item], streaming: bool, timeouts: Timeouts):
         self.id = id
         self._link = link
         self._mailbox = mailbox
@@ -182,9 +180,7 @@ class AsyncClient:
         messages: Messages | None = None,
         add_special_tokens: bool | None = None,
     ) -> list[int]:
-        data = await self._call(
-            "tokenize", text=text, messages=messages, add_special_tokens=add_special_tokens
-        )
+        data = await self._call("tokenize", text=text, messages=messages, add_special_tokens=add_special_tokens)
         return data["ids"]
 
     async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:

@@ -34,9 +34,7 @@ class Stream:
     Leaving a `with` block cancels what has not ended. One thread iterates; `cancel` may come from any.
     """
 
-    def __init__(
-        self, link: Link, id: int, mailbox: queue.SimpleQueue[Item], streaming: bool, timeouts: Timeouts
-    ):
+    def __init__(self, link: Link, id: int, mailbox: queue.SimpleQueue[Item], streaming: bool, timeouts: Timeouts):
         self.id = id
         self._link = link
         self._mailbox = mailbox
@@ -145,9 +143,7 @@ class Client:
         timeouts = self.timeouts if idle_timeout is None else self.timeouts.with_idle(idle_timeout)
         return Stream(self._link, id, mailbox, bool(options.get("stream", True)), timeouts)
 
-    def complete(
-        self, prompt: str | Sequence[int] | None = None, **options: Unpack[GenerateOptions]
-    ) -> Completion:
+    def complete(self, prompt: str | Sequence[int] | None = None, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer to a text or to token ids."""
         with self.generate(prompt, **options) as stream:
             return stream.result()
@@ -173,9 +169,7 @@ class Client:
         messages: Messages | None = None,
         add_special_tokens: bool | None = None,
     ) -> list[int]:
-        return self._call("tokenize", text=text, messages=messages, add_special_tokens=add_special_tokens)[
-            "ids"
-        ]
+        return self._call("tokenize", text=text, messages=messages, add_special_tokens=add_special_tokens)["ids"]
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         return self._call("detokenize", ids, skip_special_tokens=skip_special_tokens)["text"]

@@ -74,9 +74,7 @@ class Link:
         with self._lock:
             return [id for id, waiter in self._waiters.items() if waiter.is_stream]
 
-    def request(
-        self, op: str, fields: Mapping[str, Any], mailbox: Mailbox, ids: Sequence[int] | None = None
-    ) -> int:
+    def request(self, op: str, fields: Mapping[str, Any], mailbox: Mailbox, ids: Sequence[int] | None = None) -> int:
         """Queues a request whose events go to `mailbox`; the last one is terminal or a DeepInferError."""
         id = next(self._ids)
         frames = pack_request(op, id, fields, ids, self.connection.max_frame_bytes)

@@ -102,9 +102,7 @@ class StreamState:
 
     def _check_count(self, raw: Mapping[str, Any]) -> None:
         if raw.get("events") != self._next_seq:
-            raise ProtocolViolationError(
-                f"the stream had {raw.get('events')!r} events, {self._next_seq} came"
-            )
+            raise ProtocolViolationError(f"the stream had {raw.get('events')!r} events, {self._next_seq} came")
 
     def _read_accepted(self, raw: Mapping[str, Any]) -> Event:
         self._accepted = Accepted(

@@ -62,9 +62,7 @@ def unpack_event(frames: Sequence[bytes]) -> dict[str, Any]:
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         raise ProtocolViolationError("an event is a map with a string in `event`")
     if event.get("v") != PROTOCOL_VERSION:
-        raise ProtocolViolationError(
-            f"protocol version {event.get('v')!r}, this client speaks {PROTOCOL_VERSION}"
-        )
+        raise ProtocolViolationError(f"protocol version {event.get('v')!r}, this client speaks {PROTOCOL_VERSION}")
     if not isinstance(event.get("id"), str | int | None):
         raise ProtocolViolationError(f"an id is a string or an integer, got {type(event['id']).__name__}")
     return event

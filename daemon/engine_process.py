@@ -20,6 +20,7 @@ import zmq
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.topology import Topology
+from deepinfer.kernels.openmp import limit_spinning
 from deepinfer.stages.messages import EngineFailed, EngineReady, LoadProgress, Message, encode
 from deepinfer.stages.model.errors import ModelError
 
@@ -90,6 +91,7 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     lines: list[bytes] = []
     arrived = threading.Event()
     threading.Thread(target=_watch_front, args=(lines, arrived), daemon=True).start()
+    limit_spinning()
     link.progress("importing torch", 0, 0)
     from deepinfer.daemon.engine_host import EngineHost, Vocabulary
 

@@ -18,13 +18,16 @@ FEW_ROWS = 4
 
 
 class Linear(Protocol):
-    """y = linear(x). `weight_bytes` is what it keeps in memory, `kind` names the kernels for status
-    output."""
+    """y = linear(x). `weight_bytes` is what it keeps in memory, `step_bytes` what a decode step of few rows
+    reads of that, `kind` names the kernels for status output."""
 
     kind: str
 
     @property
     def weight_bytes(self) -> int: ...
+
+    @property
+    def step_bytes(self) -> int: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -54,6 +57,10 @@ class DenseLinear:
     def weight_bytes(self) -> int:
         return self._rows.weight_bytes
 
+    @property
+    def step_bytes(self) -> int:
+        return self.weight_bytes
+
     def __call__(self, x: Tensor) -> Tensor:
         out_dtype = self._out_dtype or x.dtype
         if self._row_limit is None or len(x) <= self._row_limit:
@@ -81,6 +88,10 @@ class W8A16Linear:
     @property
     def weight_bytes(self) -> int:
         return self._rows.weight_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        return self.weight_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._rows(x, self._out_dtype or x.dtype)
@@ -126,7 +137,11 @@ class W4A16Linear:
 
     @property
     def weight_bytes(self) -> int:
-        parts = (self._packed, self._scales_zeros, self._bias, self._dense)
+        return self.step_bytes + (self._dense.nbytes if self._dense is not None else 0)
+
+    @property
+    def step_bytes(self) -> int:
+        parts = (self._packed, self._scales_zeros, self._bias)
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:

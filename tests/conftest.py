@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from deepinfer.kernels.openmp import limit_spinning
+
+limit_spinning()
+
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -24,7 +24,9 @@ def test_the_module_table_of_the_architecture_page_is_current():
 def test_every_file_that_the_documentation_names_exists():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     for page in pages:
-        for name in re.findall(r"`((?:daemon|stages|kernels|clients|tests|docs)/[\w/.]+\.(?:py|md|json|sh))`", page.read_text()):
+        for name in re.findall(
+            r"`((?:daemon|stages|kernels|clients|tests|docs)/[\w/.]+\.(?:py|md|json|sh))`", page.read_text()
+        ):
             assert (ROOT / name).exists(), f"{page.name} names {name}"
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -56,12 +56,18 @@ class Model:
         total = self.embedding.nbytes + self.head.weight_bytes - shared
         return total + sum(linear.weight_bytes for layer in self.layers for linear in layer.linears)
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """What a decode step of few rows reads of the weights: the least that memory bandwidth allows."""
+        return self.head.step_bytes + sum(linear.step_bytes for layer in self.layers for linear in layer.linears)
+
     def describe(self) -> dict[str, object]:
         kinds = Counter(linear.kind for layer in self.layers for linear in layer.linears)
         return {
             **self.config.describe(),
             "compute_dtype": self.compute_dtype,
             "weight_bytes": self.weight_bytes,
+            "step_weight_bytes": self.step_weight_bytes,
             "linears": dict(kinds.most_common()),
             "embedding": self.embedding.kind,
             "head": self.head.kind,

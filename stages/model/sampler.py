@@ -49,9 +49,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, num_valid_tokens: int, eos_token_ids: Iterable[int]) -> None:
         if not 0 < num_valid_tokens <= vocab_size:
-            raise ValueError(
-                f"num_valid_tokens is {num_valid_tokens}, must be from 1 to vocab_size = {vocab_size}"
-            )
+            raise ValueError(f"num_valid_tokens is {num_valid_tokens}, must be from 1 to vocab_size = {vocab_size}")
         self.vocab_size = vocab_size
         self.num_valid_tokens = num_valid_tokens
         self.eos_token_ids = tuple(eos_token_ids)
@@ -67,8 +65,7 @@ class Sampler:
         """
         if logits.dtype != torch.float32 or logits.shape != (len(rows), self.vocab_size):
             raise ValueError(
-                f"logits are {logits.dtype} {tuple(logits.shape)}, "
-                f"must be torch.float32 {(len(rows), self.vocab_size)}"
+                f"logits are {logits.dtype} {tuple(logits.shape)}, must be torch.float32 {(len(rows), self.vocab_size)}"
             )
         valid = logits.detach()[:, : self.num_valid_tokens].cpu().numpy()
         return [self._sample_row(values, row) for values, row in zip(valid, rows, strict=True)]

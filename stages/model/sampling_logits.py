@@ -48,9 +48,7 @@ def edit_logits(
 
 
 def _has_penalty(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    )
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _valid(ids: np.ndarray, n: int) -> np.ndarray:

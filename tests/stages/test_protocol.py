@@ -356,6 +356,4 @@ def test_what_the_client_says_wins_over_the_checkpoint():
     request = generate(
         temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, seed=0, max_new_tokens=1, logprobs=0
     )
-    assert to_sampling_params(request, checkpoint, 3, 99) == SamplingParams(
-        seed=0, max_new_tokens=1, logprobs=0
-    )
+    assert to_sampling_params(request, checkpoint, 3, 99) == SamplingParams(seed=0, max_new_tokens=1, logprobs=0)

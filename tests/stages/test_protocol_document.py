@@ -19,9 +19,7 @@ def section(title: str) -> str:
 
 def rows(text: str) -> list[list[str]]:
     """Rows of the tables whose first cell is code."""
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line
-    ]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
     return [row for row in cells if row[0].startswith("`")]
 
 
@@ -51,9 +49,7 @@ def test_every_byte_string_is_that_of_a_golden_message():
     golden = ROOT / "tests" / "clients" / "golden"
     requests = json.loads((golden / "requests.json").read_text(encoding="utf-8"))
     events = json.loads((golden / "events.json").read_text(encoding="utf-8"))
-    known = {frame for request in requests for frame in request["frames"]} | {
-        event["hex"] for event in events
-    }
+    known = {frame for request in requests for frame in request["frames"]} | {event["hex"] for event in events}
     shown = re.findall(r"```hex\n(.*?)```", DOCUMENT, flags=re.DOTALL)
     assert len(shown) == 4
     for text in shown:

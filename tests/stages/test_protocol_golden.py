@@ -16,9 +16,7 @@ from deepinfer.stages.protocol_events import StreamEncoder, TokenLogprob, encode
 GOLDEN = Path(__file__).parent.parent / "clients" / "golden"
 REQUESTS = json.loads((GOLDEN / "requests.json").read_text(encoding="utf-8"))
 EVENTS = json.loads((GOLDEN / "events.json").read_text(encoding="utf-8"))
-TIMINGS = Timings(
-    queue_s=0.25, prefill_s=0.5, ttft_s=0.75, decode_s=2.0, swapped_s=0.0, longest_gap_s=0.125, parks=1
-)
+TIMINGS = Timings(queue_s=0.25, prefill_s=0.5, ttft_s=0.75, decode_s=2.0, swapped_s=0.0, longest_gap_s=0.125, parks=1)
 LOGPROBS = [TokenLogprob(5, -0.5, ((5, -0.5), (9, -1.25)))]
 
 
@@ -38,9 +36,7 @@ def written() -> dict[str, bytes]:
         allowed="a finite number from 0 to 10",
         id="a",
     )
-    too_long = ProtocolError(
-        "context_exceeded", "too long", id=7, details={"prompt_tokens": 9000, "context": 8192}
-    )
+    too_long = ProtocolError("context_exceeded", "too long", id=7, details={"prompt_tokens": 9000, "context": 8192})
     return {
         "accepted": at(0).accepted(prompt_tokens=3, model="m", seed=42, max_new_tokens=16),
         "token": at(1).token("é", [5, 300], 0),

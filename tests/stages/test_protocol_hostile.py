@@ -135,9 +135,7 @@ def test_a_prompt_that_is_no_text_is_refused(value, code):
     assert (error.code, error.field, error.id) == (code, "prompt", "a")
 
 
-@pytest.mark.parametrize(
-    "field", ["prompt", "prompt_ids", "messages", "stop", "logit_bias", "unheard_of", "v"]
-)
+@pytest.mark.parametrize("field", ["prompt", "prompt_ids", "messages", "stop", "logit_bias", "unheard_of", "v"])
 def test_a_megabyte_of_empty_maps_never_becomes_objects(field):
     maps = b"\xdd\x00\x0f\xff\xff" + b"\x80" * 0xFFFFF
     payload = b"\x84\xa1v\x01\xa2op\xa8generate\xa2id\x01" + msgpack.packb(field) + maps

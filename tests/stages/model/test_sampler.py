@@ -180,9 +180,7 @@ def test_a_row_with_a_nonfinite_logit_gets_an_error_and_the_others_their_token(b
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_minus_infinity_means_never_and_a_row_of_nothing_else_is_an_error(temperature):
     low = -math.inf
-    assert sample_one([low, 0.0, low], row(temperature=temperature, logprobs=3)) == Sampled(
-        1, 0.0, ((1, 0.0),)
-    )
+    assert sample_one([low, 0.0, low], row(temperature=temperature, logprobs=3)) == Sampled(1, 0.0, ((1, 0.0),))
     assert "all 3 are -inf" in sample_one([low] * 3, row(temperature=temperature)).error
 
 
