@@ -1,7 +1,7 @@
 """The peer of `bench serving`: transformers' own `generate` in float32, in a process of its own.
 
-Reads one JSON job a line from standard input ({"prompt": [ids], "new_tokens": n}), answers with one JSON line ({"seconds":
-s}), ends with its input. The model is read from the same file that the daemon serves.
+Reads one JSON job a line from standard input ({"prompt": [ids], "new_tokens": n}), answers each with one JSON line
+({"seconds": s}), ends with its input. The model is read from the same file that the daemon serves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -29,7 +30,7 @@ def load(path: Path) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def generate(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> float:
+def generate(model: Any, prompt: list[int], new_tokens: int) -> float:
     """Seconds of greedy decoding; end tokens do not end it."""
     ids = torch.tensor([prompt])
     began = time.perf_counter()
@@ -44,8 +45,8 @@ def generate(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> floa
 
 
 def main() -> None:
-    model = load(Path(sys.argv[1]))
     torch.set_num_threads(int(sys.argv[2]))
+    model = load(Path(sys.argv[1]))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)

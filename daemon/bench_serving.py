@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,15 @@ def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer:
     invariant = stack.enter_context(_daemon(*options, "--batch-invariant"))
     formats = {name: stack.enter_context(_daemon(*options, "--kv-cache-dtype", name)) for name in FORMATS}
     arms: dict[str, Callable[[], float]] = {
-        **{f"decode c={count}": lambda count=count: _decode_rate(main, count, PROMPT_TOKENS) for count in CONCURRENCY},
-        "decode c=1, batch invariant": lambda: _decode_rate(invariant, 1, PROMPT_TOKENS),
-        "decode c=8, batch invariant": lambda: _decode_rate(invariant, 8, PROMPT_TOKENS),
-        f"prefill of {PREFILL_TOKENS}": lambda: _prefill_rate(main),
-        **{_format_arm(name): lambda c=c: _decode_rate(c, 1, LONG_CONTEXT) for name, c in formats.items()},
+        **{f"decode c={count}": partial(_decode_rate, main, count, PROMPT_TOKENS) for count in CONCURRENCY},
+        "decode c=1, batch invariant": partial(_decode_rate, invariant, 1, PROMPT_TOKENS),
+        "decode c=8, batch invariant": partial(_decode_rate, invariant, 8, PROMPT_TOKENS),
+        f"prefill of {PREFILL_TOKENS}": partial(_prefill_rate, main),
+        **{_format_arm(name): partial(_decode_rate, client, 1, LONG_CONTEXT) for name, client in formats.items()},
     }
     if with_peer:
         ask = stack.enter_context(_transformers(model, threads))
-        arms[PEER] = lambda: _peer_rate(ask)
+        arms[PEER] = partial(_peer_rate, ask)
     samples: Samples = {name: [] for name in arms}
     for number in range(rounds):
         click.echo(f"round {number + 1} of {rounds}", err=True)
