@@ -90,7 +90,9 @@ def stop(runtime_dir: Path | None, now: bool) -> None:
     """Stop a running daemon and wait until it is gone."""
     from deepinfer.daemon.commands import stop_daemon
 
-    sys.exit(stop_daemon(_folder(runtime_dir), now))
+    code, words = stop_daemon(_folder(runtime_dir), now)
+    click.echo(words)
+    sys.exit(code)
 
 
 def sampling_options(command: Callable) -> Callable:

@@ -100,23 +100,21 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def stop_daemon(folder: Path, now: bool) -> int:
+def stop_daemon(folder: Path, now: bool) -> tuple[int, str]:
+    """Exit code, and what became of it in words."""
     try:
         pid = connection(folder)["pid"]
         control(folder, "stop", now=now)
     except NoDaemon as error:
         if error.code != EXIT_HUNG:
-            click.echo(str(error))
-            return error.code
+            return error.code, str(error)
         os.kill(pid, signal.SIGTERM)
     give_up = time.monotonic() + STOP_SECONDS
     while is_locked(folder) or _runs(pid):
         if time.monotonic() > give_up:
-            click.echo(f"the daemon (process {pid}) is still there after {STOP_SECONDS:.0f} s", err=True)
-            return EXIT_HUNG
+            return EXIT_HUNG, f"the daemon (process {pid}) is still there after {STOP_SECONDS:.0f} s"
         time.sleep(0.05)
-    click.echo("stopped")
-    return EXIT_READY
+    return EXIT_READY, "stopped"
 
 
 def _runs(pid: int) -> bool:
