@@ -24,6 +24,10 @@ class AttentionSpec:
     `windows` has one entry per layer: 0 attends to the whole context, w > 0 to positions > position - w.
     `qk_norm` is None, or per layer (q_weight fp32 [head_dim], k_weight fp32 [head_dim]) of an RMS norm before
     RoPE.
+
+    `key_bias` is None, or per layer None or b, fp32 [num_kv_heads * head_dim], contiguous. Where there is a b, the
+    keys in `qkv` come without it: they are stored as RoPE(Wx), and RoPE(b, position) is added to each decoded key
+    when it is read. RoPE is linear, so a query sees RoPE(Wx + b), but for what the format rounds off Wx alone.
     """
 
     num_layers: int
@@ -34,6 +38,7 @@ class AttentionSpec:
     windows: tuple[int, ...]
     rms_norm_eps: float = 1e-6
     qk_norm: tuple[tuple[Tensor, Tensor], ...] | None = None
+    key_bias: tuple[Tensor | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -44,16 +49,48 @@ class AttentionSpec:
             raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
         if self.qk_norm is not None and len(self.qk_norm) != self.num_layers:
             raise ValueError(f"{len(self.qk_norm)} q/k norms for {self.num_layers} layers")
+        if self.key_bias is not None:
+            self._check_key_bias(self.key_bias)
+
+    def _check_key_bias(self, biases: tuple[Tensor | None, ...]) -> None:
+        if self.qk_norm is not None:
+            raise ValueError("a key bias cannot be added after a k norm, which is not linear")
+        if len(biases) != self.num_layers:
+            raise ValueError(f"{len(biases)} key biases for {self.num_layers} layers")
+        width = self.num_kv_heads * self.head_dim
+        for layer, bias in enumerate(biases):
+            if bias is None:
+                continue
+            if bias.shape != (width,) or bias.dtype != torch.float32 or not bias.is_contiguous():
+                raise ValueError(
+                    f"the key bias of layer {layer} must be contiguous fp32 [{width}], "
+                    f"not {bias.dtype} {tuple(bias.shape)}"
+                )
+
+    def split_key_bias(self, layer: int) -> Tensor | None:
+        """fp32 [num_kv_heads, head_dim] to add when keys of `layer` are read, or None."""
+        bias = None if self.key_bias is None else self.key_bias[layer]
+        return None if bias is None else bias.view(self.num_kv_heads, self.head_dim)
 
 
 class PagedAttention(Protocol):
     """Normalises q and k, applies RoPE, stores K and V, and attends over the stored context."""
 
     name: str
-    kv_saturated_total: int
-    """Finite elements that were larger than the format holds and were clamped."""
-    kv_nonfinite_total: int
-    """NaN or infinite elements that were stored as 0."""
+
+    @property
+    def kv_saturated_total(self) -> int:
+        """Finite elements that were larger than the format holds and were clamped."""
+        ...
+
+    @property
+    def kv_nonfinite_total(self) -> int:
+        """NaN or infinite elements that were stored as 0."""
+        ...
+
+    def kv_counts(self) -> list[tuple[int, int]]:
+        """(saturated, non-finite) elements of each layer: what the totals are the sums of."""
+        ...
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """Attend the rows of `batch` in `layer`.

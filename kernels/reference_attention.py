@@ -7,11 +7,12 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import Codec
+from deepinfer.kernels.encoder_counts import EncoderCounts
 from deepinfer.kernels.kv_formats import BlockLayout
 from deepinfer.kernels.reference_codecs import sanitize
 
 
-class ReferenceAttention:
+class ReferenceAttention(EncoderCounts):
     """See `PagedAttention`. The context is gathered and decoded to a dense fp32 copy for each sequence.
 
     With `batch_invariant`, rows are reduced one at a time, so that a row's result depends on its context
@@ -29,11 +30,10 @@ class ReferenceAttention:
         sin: Tensor,
         batch_invariant: bool,
     ) -> None:
+        super().__init__(spec.num_layers)
         self._spec, self._layout, self._pool = spec, layout, pool
         self._cos, self._sin = cos, sin
         self._rows_at_once = 1 if batch_invariant else 64
-        self.kv_saturated_total = 0
-        self.kv_nonfinite_total = 0
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
@@ -63,8 +63,7 @@ class ReferenceAttention:
         for side, x in ((0, k), (1, v)):
             codec = (self._layout.k, self._layout.v)[side]
             _, saturated, bad = sanitize(codec, x)
-            self.kv_saturated_total += saturated
-            self.kv_nonfinite_total += int(bad.sum())
+            self.count(layer, saturated, int(bad.sum()))
             nonfinite |= bad.flatten(1).any(dim=1)
             codes, scales = codec.encode(x)
             self._codes(layer, side)[blocks, :, slots] = codes
@@ -79,6 +78,9 @@ class ReferenceAttention:
         start = max(0, int(positions[0]) - window + 1) if window else 0
         table = torch.from_numpy(batch.block_tables[batch.row_seq[first]]).long()
         k, v = (self._gather(layer, side, table, start, context) for side in (0, 1))
+        bias = spec.split_key_bias(layer)
+        if bias is not None:
+            k = k + rotate(bias.unsqueeze(1), self._cos[start:context], self._sin[start:context])
         group = spec.num_q_heads // spec.num_kv_heads
         grouped = q.unflatten(1, (spec.num_kv_heads, group)).permute(1, 0, 2, 3) * spec.scale
         scores = torch.einsum("hrgd,htd->hrgt", grouped, k)
@@ -118,7 +120,7 @@ class ReferenceAttention:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in the half-split form: x fp32 [N, heads, D], cos and sin [N, 1, D / 2]."""
+    """RoPE in the half-split form: x fp32 [..., D], cos and sin fp32 [..., D / 2] of broadcastable shapes."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

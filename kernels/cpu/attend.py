@@ -14,8 +14,8 @@ from deepinfer.kernels.codecs import INT8
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_half, prefetch, store_float
-from deepinfer.kernels.cpu.tiles import TILE, tile_accumulate, tile_scores
+from deepinfer.kernels.cpu.memory import load_float, load_half, prefetch, store_float
+from deepinfer.kernels.cpu.tiles import TILE, add_rotated, tile_accumulate, tile_scores
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
@@ -61,6 +61,21 @@ def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, 
 
 
 @helper
+def add_key_bias(codec, layer, head, first, count, head_dim, tile, tile_scales):  # type: ignore[no-untyped-def]
+    """Turn the decoded keys of tokens first .. first + count into whole ones: scaled, with RoPE(b, position) added."""
+    literally(codec)
+    literally(head_dim)
+    bias = layer[plan.KEY_BIAS_ADDRESS] + 4 * head_dim * head
+    for token in range(count):
+        turn = 4 * (head_dim // 2) * (first + token)
+        factor = load_float(tile_scales + 4 * token) if codec == _INT8 else _ONE
+        add_rotated(
+            tile + 4 * head_dim * token, factor, bias, layer[plan.COS_ADDRESS] + turn, layer[plan.SIN_ADDRESS] + turn,
+            head_dim,
+        )  # fmt: skip
+
+
+@helper
 def prefetch_tile(codes, itemsize, layer, table, head, first, context, head_dim):  # type: ignore[no-untyped-def]
     """Ask for the tile that starts at `first`, if the context reaches it: eight tokens lie side by side."""
     shift = layer[plan.BLOCK_SHIFT]
@@ -72,18 +87,19 @@ def prefetch_tile(codes, itemsize, layer, table, head, first, context, head_dim)
 
 
 @helper
-def attend_row(k_codec, v_codec, head_dim, query, tile, tile_scales, low, high, state):  # type: ignore[no-untyped-def]
+def attend_row(k_codec, v_codec, biased, head_dim, query, tile, tile_scales, low, high, state):  # type: ignore[no-untyped-def]
     """Fold the lanes low .. high of a decoded tile into one query head's softmax state.
 
     `tile`: K then V, fp32 [2, 16, head_dim]; `tile_scales`: fp32 [2, 16]; `state`: accumulator [head_dim],
-    lane sums [16], running maximum [16, all equal].
+    lane sums [16], running maximum [16, all equal]. `biased` keys are already scaled.
     """
     literally(k_codec)
     literally(v_codec)
+    literally(biased)
     literally(head_dim)
     sums, maximum = state + 4 * head_dim, state + 4 * (head_dim + LANES)
     scores = tile_scores(query, tile, head_dim)
-    if k_codec == _INT8:
+    if k_codec == _INT8 and not biased:
         scores = mul(scores, load_f32(tile_scales))
     scores = keep_lanes(scores, low, high, _LOWEST)
     before = load_f32(maximum)
@@ -99,11 +115,12 @@ def attend_row(k_codec, v_codec, head_dim, query, tile, tile_scales, low, high, 
 
 @helper
 def attend_unit(  # type: ignore[no-untyped-def]
-    k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim,
+    k_codec, k_bytes, v_codec, v_bytes, biased, act_codec, act_bytes, head_dim,
     layer, table, positions, first, end, head, queries, row_floats, out, scratch,
 ):  # fmt: skip
     """Rows first .. end of one sequence, the query heads of one KV head. Writes their output."""
     literally(act_codec)
+    literally(biased)
     group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
     window = layer[plan.WINDOW]
     tile_scales = scratch + 4 * 2 * TILE * head_dim
@@ -121,6 +138,8 @@ def attend_unit(  # type: ignore[no-untyped-def]
             k_codec, k_bytes, layer[plan.K_ADDRESS], layer[plan.K_SCALES_ADDRESS],
             layer, table, head, token, count, head_dim, scratch, tile_scales,
         )  # fmt: skip
+        if biased:
+            add_key_bias(k_codec, layer, head, token, count, head_dim, scratch, tile_scales)
         load_tile(
             v_codec, v_bytes, layer[plan.V_ADDRESS], layer[plan.V_SCALES_ADDRESS],
             layer, table, head, token, count, head_dim,
@@ -135,7 +154,7 @@ def attend_unit(  # type: ignore[no-untyped-def]
                 continue
             for member in range(group):
                 attend_row(
-                    k_codec, v_codec, head_dim,
+                    k_codec, v_codec, biased, head_dim,
                     queries + 4 * (row * row_floats + (head * group + member) * head_dim),
                     scratch, tile_scales, low, high, states + stride * ((row - first) * group + member),
                 )  # fmt: skip

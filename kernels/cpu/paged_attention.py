@@ -15,6 +15,7 @@ from deepinfer.kernels.cpu.paged_kernel import NONFINITE, NUM_COUNTERS, SATURATE
 from deepinfer.kernels.cpu.plan import layer_plan
 from deepinfer.kernels.cpu.tiles import TILE
 from deepinfer.kernels.cpu.vec16 import LANES
+from deepinfer.kernels.encoder_counts import EncoderCounts
 from deepinfer.kernels.kv_formats import BlockLayout
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -36,7 +37,7 @@ class _Workspace(NamedTuple):
     counters: np.ndarray
 
 
-class NumbaAttention:
+class NumbaAttention(EncoderCounts):
     """See `PagedAttention`. Reads the stored bytes; a row's bits depend on its query and its context alone.
 
     Raises ValueError for a head_dim that is no multiple of 16 and for block sizes outside `BLOCK_SIZES`.
@@ -49,6 +50,7 @@ class NumbaAttention:
             raise ValueError(f"the numba attention needs a head_dim divisible by {LANES}, not {spec.head_dim}")
         if layout.block_size not in BLOCK_SIZES:
             raise ValueError(f"the numba attention has block sizes {BLOCK_SIZES}, not {layout.block_size}")
+        super().__init__(spec.num_layers)
         self._spec, self._layout, self._pool = spec, layout, pool
         self._cos, self._sin = cos.contiguous(), sin.contiguous()
         self._plans = [layer_plan(layer, spec, layout, pool, self._cos, self._sin) for layer in range(spec.num_layers)]
@@ -57,9 +59,8 @@ class NumbaAttention:
         states = self._tile_rows * heads_at_once * (spec.head_dim + 2 * LANES)
         self._scratch_floats = 2 * TILE * spec.head_dim + 2 * LANES + states
         self._scale, self._eps = np.float32(spec.scale), np.float32(spec.rms_norm_eps)
-        self._compiled: dict[torch.dtype, tuple[Any, Any]] = {}
-        self.kv_saturated_total = 0
-        self.kv_nonfinite_total = 0
+        self._biased = tuple(spec.split_key_bias(layer) is not None for layer in range(spec.num_layers))
+        self._compiled: dict[torch.dtype, dict[bool, tuple[Any, Any]]] = {}
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
@@ -67,24 +68,24 @@ class NumbaAttention:
         if work is None or work.owner is not self:
             work = batch.workspace = self._prepare(batch)
         self._check_activations(qkv, out, batch.num_rows)
-        self._kernels(qkv.dtype)[work.parallel](
+        self._kernels(qkv.dtype)[self._biased[layer]][work.parallel](
             self._plans[layer], batch.positions, batch.row_seq, batch.block_tables, work.tiles,
             batch.nonfinite_rows, work.counters, qkv.data_ptr(), out.data_ptr(), work.queries.ctypes.data,
             work.scratch.ctypes.data, work.scratch.strides[0], len(work.scratch), self._scale, self._eps,
         )  # fmt: skip
-        counters = work.counters
-        self.kv_saturated_total += int(counters[SATURATED])
-        self.kv_nonfinite_total += int(counters[NONFINITE])
+        self.count(layer, int(work.counters[SATURATED]), int(work.counters[NONFINITE]))
 
-    def _kernels(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        """For one thread and for all: both are there after the first call, whatever that call needs."""
+    def _kernels(self, dtype: torch.dtype) -> dict[bool, tuple[Any, Any]]:
+        """By key bias, for one thread and for all: what any layer needs is there after the first call."""
         if dtype not in self._compiled:
-            activations, layout = _ACTIVATIONS[dtype], self._layout
-            one, every = (
-                paged_attention_kernel(layout.k, layout.v, activations, self._spec.head_dim, parallel)
-                for parallel in (False, True)
-            )
-            self._compiled[dtype] = one, every
+            common = self._layout.k, self._layout.v, _ACTIVATIONS[dtype], self._spec.head_dim
+            self._compiled[dtype] = {
+                biased: (
+                    paged_attention_kernel(*common, parallel=False, key_bias=biased),
+                    paged_attention_kernel(*common, parallel=True, key_bias=biased),
+                )
+                for biased in set(self._biased)
+            }
         return self._compiled[dtype]
 
     def _prepare(self, batch: AttentionBatch) -> _Workspace:

@@ -1,4 +1,4 @@
-"""The compiled paged attention: one function per (K codec, V codec, activation dtype, head_dim)."""
+"""The compiled paged attention: one function per (K codec, V codec, activation dtype, head_dim, split key bias)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,11 @@ def write_row(  # type: ignore[no-untyped-def]
 
 
 @functools.cache
-def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int, parallel: bool) -> Any:
-    """The compiled function for these, on all threads or on one. It writes all rows before it attends any.
+def paged_attention_kernel(
+    k: Codec, v: Codec, activations: Codec, head_dim: int, parallel: bool, key_bias: bool
+) -> Any:
+    """The compiled function for these, on all threads or on one. It writes all rows before it attends any. With
+    `key_bias` it adds the layer's bias to the keys that it reads.
 
     Compiled, or loaded from disk, when it is first asked for.
 
@@ -74,7 +77,7 @@ def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int
     """
     k_codec, k_bytes, k_limit = k.number, k.itemsize, np.float32(k.max_finite)
     v_codec, v_bytes, v_limit = v.number, v.itemsize, np.float32(v.max_finite)
-    act_codec, act_bytes = activations.number, activations.itemsize
+    act_codec, act_bytes, biased = activations.number, activations.itemsize, int(key_bias)
 
     @compiled(_SIGNATURE, parallel=parallel)
     def paged_attention(  # type: ignore[no-untyped-def]
@@ -104,7 +107,7 @@ def paged_attention_kernel(k: Codec, v: Codec, activations: Codec, head_dim: int
             while unit < num_units:
                 first, end = tiles[unit // num_kv, 0], tiles[unit // num_kv, 1]
                 attend_unit(
-                    k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim,
+                    k_codec, k_bytes, v_codec, v_bytes, biased, act_codec, act_bytes, head_dim,
                     layer, tables[row_seq[first]], positions, np.int64(first), np.int64(end), unit % num_kv,
                     queries, row_floats, out, scratch + worker * scratch_bytes,
                 )  # fmt: skip

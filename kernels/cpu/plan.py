@@ -23,17 +23,19 @@ from deepinfer.kernels.kv_formats import BlockLayout
     K_WEIGHT_ADDRESS,
     COS_ADDRESS,
     SIN_ADDRESS,
-) = range(13)
+    KEY_BIAS_ADDRESS,
+) = range(14)
 """Addresses are those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k
-norm."""
+norm. The key bias is fp32 [kv heads, head_dim]; only kernels that are compiled for it read it."""
 
 
 def layer_plan(
     layer: int, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor
 ) -> np.ndarray:
-    """int64 [13] for one layer. Whoever holds it holds the pool, the RoPE tables and the norm weights too."""
+    """int64 [14] for one layer. Whoever holds it holds the pool, the RoPE tables and the spec's tensors too."""
     base, offsets = pool.data_ptr(), layout.layer_offsets(layer)
     weights = (0, 0) if spec.qk_norm is None else tuple(weight.data_ptr() for weight in spec.qk_norm[layer])
+    bias = spec.split_key_bias(layer)
     return np.array(
         [
             base + offsets.k,
@@ -48,6 +50,7 @@ def layer_plan(
             *weights,
             cos.data_ptr(),
             sin.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
         ],
         dtype=np.int64,
     )

@@ -1,5 +1,4 @@
-"""The two products of attention over a tile of sixteen tokens, as LLVM vector code with a fixed order of
-sums."""
+"""What attention does to a decoded tile of sixteen tokens, as LLVM vector code with a fixed order of sums."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import numba.core.types as nt
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from deepinfer.kernels.cpu.vec16 import LANES, fused, load, offset, shuffle, spread, store, vec16
+from deepinfer.kernels.cpu.vec16 import F32, LANES, call, fused, load, offset, shuffle, spread, store, vec16
 
 TILE = LANES
 """Tokens of a tile, always aligned to a multiple of it in the context."""
@@ -88,3 +87,37 @@ def tile_accumulate(_typing: Any, probs: Any, v: Any, acc: Any, decay: Any, dim:
         return ir.Constant(ir.IntType(32), index)
 
     return nt.void(vec16, nt.int64, nt.int64, vec16, dim), emit
+
+
+@intrinsic(prefer_literal=True)
+def add_rotated(_typing: Any, key: Any, factor: Any, bias: Any, cos: Any, sin: Any, dim: Any) -> Any:
+    """key = key * factor + RoPE(bias), half-split, for key and bias fp32 [dim], cos and sin fp32 [dim / 2] at four
+    addresses. RoPE rounds as plain torch does; the rest is one fused step. `dim` is a literal multiple of 16.
+    """
+    head_dim = _literal(dim)
+    if head_dim is None:
+        return None
+    half = head_dim // 2
+    width = LANES if half % LANES == 0 else LANES // 2
+    kind = ir.VectorType(F32, width)
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        key, factor, bias, cos, sin, _ = args
+        undefined = ir.Constant(kind, ir.Undefined)
+        single = builder.insert_element(undefined, factor, ir.Constant(ir.IntType(32), 0))
+        factors = builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(ir.IntType(32), width), None))
+        fma = f"llvm.fma.v{width}f32"
+        for first in range(0, half, width):
+            low, high = 4 * first, 4 * (half + first)
+            b0, b1 = (load(builder, offset(builder, bias, at), kind) for at in (low, high))
+            c, s = (load(builder, offset(builder, table, low), kind) for table in (cos, sin))
+            turned = (
+                builder.fsub(builder.fmul(b0, c), builder.fmul(b1, s)),
+                builder.fadd(builder.fmul(b1, c), builder.fmul(b0, s)),
+            )
+            for at, part in zip((low, high), turned, strict=True):
+                place = offset(builder, key, at)
+                store(builder, place, call(builder, fma, kind, load(builder, place, kind), factors, part))
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64, nt.float32, nt.int64, nt.int64, nt.int64, dim), emit

@@ -9,8 +9,8 @@ from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec, make_attention
 
 
-def rope_tables(max_positions, head_dim):
-    inverse = 10000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+def rope_tables(max_positions, head_dim, theta=10000.0):
+    inverse = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)
     angles = torch.arange(max_positions).float()[:, None] * inverse
     return angles.cos(), angles.sin()
 
