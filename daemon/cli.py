@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ import click
 
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.options import options_of
+from deepinfer.daemon.runtime_folder import FolderError
 
 EXIT_CONFIG = 78
 
@@ -48,7 +50,7 @@ def start(runtime_dir: Path | None, detach: bool, **settings: Any) -> None:
 
             sys.exit(start_detached(config, folder))
         sys.exit(_run_front(config, folder))
-    except (ConfigError, PermissionError) as error:
+    except (ConfigError, FolderError) as error:
         _fail(str(error), EXIT_CONFIG)
 
 
@@ -56,20 +58,20 @@ def _run_front(config: DaemonConfig, path: Path) -> int:
     from deepinfer.daemon.display import StartDisplay
     from deepinfer.daemon.front import Front
     from deepinfer.daemon.runtime_folder import AlreadyRunning, RuntimeFolder
+    from deepinfer.daemon.topology import two_processes
+    from deepinfer.stages.admission import EndpointError
     from deepinfer.stages.model.errors import ModelError
 
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    topology = two_processes(path, config.endpoint)
     try:
         folder = RuntimeFolder(path)
+        return Front(config, folder, topology, StartDisplay()).run()
     except AlreadyRunning as error:
         _fail(str(error), 1)
-    try:
-        return Front(config, folder, StartDisplay()).run()
-    except ModelError as error:
-        _fail(str(error), EXIT_CONFIG)
-    except ValueError as error:
+    except (ModelError, EndpointError) as error:
         _fail(str(error), EXIT_CONFIG)
 
 
@@ -80,7 +82,8 @@ def status(runtime_dir: Path | None, as_json: bool) -> None:
     """Show a running daemon. Exit code: 0 ready, 1 dead but files left, 3 not running, 4 hung."""
     from deepinfer.daemon.commands import show_status
 
-    sys.exit(show_status(_folder(runtime_dir), as_json))
+    with folder_errors():
+        sys.exit(show_status(_folder(runtime_dir), as_json))
 
 
 @main.command()
@@ -90,7 +93,8 @@ def stop(runtime_dir: Path | None, now: bool) -> None:
     """Stop a running daemon and wait until it is gone."""
     from deepinfer.daemon.commands import stop_daemon
 
-    code, words = stop_daemon(_folder(runtime_dir), now)
+    with folder_errors():
+        code, words = stop_daemon(_folder(runtime_dir), now)
     click.echo(words)
     sys.exit(code)
 
@@ -127,7 +131,8 @@ def generate(prompt: str, runtime_dir: Path | None = None, **fields: Any) -> Non
     """Continue PROMPT as plain text, streamed."""
     from deepinfer.daemon.commands import stream_answer
 
-    sys.exit(stream_answer(_folder(runtime_dir), {"prompt": prompt, **_plain(fields)}))
+    with folder_errors():
+        sys.exit(stream_answer(_folder(runtime_dir), {"prompt": prompt, **_plain(fields)}))
 
 
 @main.command()
@@ -139,7 +144,8 @@ def chat(message: str | None = None, system: str | None = None, runtime_dir: Pat
     """Talk to the model; with MESSAGE, one answer and out."""
     from deepinfer.daemon.commands import chat_loop
 
-    sys.exit(chat_loop(_folder(runtime_dir), message, system, _plain(fields)))
+    with folder_errors():
+        sys.exit(chat_loop(_folder(runtime_dir), message, system, _plain(fields)))
 
 
 @main.group()
@@ -168,6 +174,15 @@ def _folder(runtime_dir: Path | None) -> Path:
     from deepinfer.daemon.front import runtime_path
 
     return runtime_path(runtime_dir)
+
+
+@contextmanager
+def folder_errors() -> Iterator[None]:
+    """A runtime folder that is not ours is a sentence, not a traceback."""
+    try:
+        yield
+    except FolderError as error:
+        _fail(str(error), EXIT_CONFIG)
 
 
 def _fail(message: str, code: int) -> NoReturn:

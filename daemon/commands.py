@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -19,9 +17,11 @@ from rich.table import Table
 
 from deepinfer.clients import Client, DeepInferError
 from deepinfer.daemon.runtime_folder import CONNECTION_FILE, is_locked
+from deepinfer.daemon.topology import two_processes
 
 CONTROL_SECONDS = 3.0
-STOP_SECONDS = 90.0
+STOP_SECONDS = 30.0
+"""What a daemon may take to end besides the time that it gives to running requests."""
 EXIT_READY, EXIT_DEAD, EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_HUNG = 0, 1, 2, 3, 4
 
 
@@ -39,7 +39,7 @@ def connection(folder: Path) -> dict[str, Any]:
     alive = is_locked(folder)
     if not file.exists():
         if alive:
-            raise NoDaemon(f"the daemon in {folder} is still starting", EXIT_NOT_RUNNING)
+            raise NoDaemon(f"the daemon in {folder} is starting or stopping", EXIT_NOT_RUNNING)
         raise NoDaemon(f"no daemon is running in {folder}; start one with: deepinfer-daemon start", EXIT_NOT_RUNNING)
     if not alive:
         raise NoDaemon(f"the daemon in {folder} died and left its files; a new start cleans them up", EXIT_DEAD)
@@ -47,8 +47,10 @@ def connection(folder: Path) -> dict[str, Any]:
 
 
 def control(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
-    """One call to the control socket. Raises NoDaemon."""
-    endpoint = connection(folder)["control_endpoint"]
+    """One call to the control socket, which answers from early in the start on. Raises NoDaemon."""
+    if not is_locked(folder):
+        connection(folder)
+    endpoint = two_processes(folder).control
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)
@@ -72,16 +74,17 @@ def show_status(folder: Path, as_json: bool) -> int:
     except NoDaemon as error:
         click.echo(json.dumps({"phase": "none", "error": str(error)}) if as_json else str(error))
         return error.code
-    if as_json:
-        click.echo(json.dumps(status, indent=1))
-        return EXIT_READY
+    code = EXIT_HUNG if status["phase"] == "hung" else EXIT_READY
+    if as_json or not status["engine"]:
+        click.echo(json.dumps(status, indent=1) if as_json else f"phase: {status['phase']}")
+        return code
     from deepinfer.daemon.display import summary_rows
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in [("phase", status["phase"]), *summary_rows(status), *_live_rows(status)]:
         table.add_row(name, value)
     Console().print(table, highlight=False)
-    return EXIT_READY
+    return code
 
 
 def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -103,16 +106,14 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 def stop_daemon(folder: Path, now: bool) -> tuple[int, str]:
     """Exit code, and what became of it in words."""
     try:
-        pid = connection(folder)["pid"]
-        control(folder, "stop", now=now)
+        answer = control(folder, "stop", now=now)
     except NoDaemon as error:
-        if error.code != EXIT_HUNG:
-            return error.code, str(error)
-        os.kill(pid, signal.SIGTERM)
-    give_up = time.monotonic() + STOP_SECONDS
+        return error.code, str(error)
+    pid, patience = answer["pid"], answer["drain_s"] + STOP_SECONDS
+    give_up = time.monotonic() + patience
     while is_locked(folder) or _runs(pid):
         if time.monotonic() > give_up:
-            return EXIT_HUNG, f"the daemon (process {pid}) is still there after {STOP_SECONDS:.0f} s"
+            return EXIT_HUNG, f"the daemon (process {pid}) is still there after {patience:.0f} s"
         time.sleep(0.05)
     return EXIT_READY, "stopped"
 

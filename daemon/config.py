@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from deepinfer.daemon.runtime_folder import FolderError, require_private
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+"""Tokens; those that the attention kernels are compiled for."""
 
 
 class ConfigError(ValueError):
@@ -26,6 +32,11 @@ class EngineConfig:
     device: str = setting("auto", "Where the model runs.", ("auto", "cpu"))
     dtype: str = setting("auto", "Compute dtype.", ("auto", "fp32", "bf16"))
     kv_cache_dtype: str = setting("auto", "KV format: auto, fp16, int8, fp8_e4m3, fp8_e5m2, or a pair K/V.")
+    kv_key_bias: str = setting(
+        "auto",
+        "Where key biases go: inline into the stored keys, split from them, or auto, what a layer needs.",
+        ("auto", "inline", "split"),
+    )
     block_size: int = setting(16, "Tokens of one KV block.")
     num_blocks: int | None = setting(None, "KV blocks of the pool. Default: from the memory at hand.")
     max_cache: int | None = setting(None, "Tokens that the pool holds. Another way to say --num-blocks.")
@@ -46,11 +57,16 @@ class EngineConfig:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that cannot work."""
-        at_least_one = ("block_size", "max_running", "prefill_chunk_tokens", "residency_quantum", "max_parks")
+        at_least_one = ("max_running", "prefill_chunk_tokens", "residency_quantum", "max_parks")
         for name in (*at_least_one, "num_blocks", "max_cache", "max_context", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.block_size not in BLOCK_SIZES:
+            known = ", ".join(map(str, BLOCK_SIZES))
+            raise ConfigError(f"block_size is {self.block_size}; it must be one of: {known}")
+        if self.max_context == 1:
+            raise ConfigError("max_context is 1; a prompt token and an answer need at least 2")
         if self.max_cpu_offload_mb < 0:
             raise ConfigError(f"max_cpu_offload_mb is {self.max_cpu_offload_mb}; it must be 0 or more")
         if self.num_blocks is not None and self.max_cache is not None:
@@ -87,14 +103,31 @@ class DaemonConfig(EngineConfig):
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Only ipc and loopback TCP: anything wider would be open to everyone on the network."""
+    """Only ipc in a private folder and loopback TCP: anything wider would be open to others. Raises ConfigError."""
     if endpoint.startswith("ipc://"):
+        _check_ipc(endpoint)
         return
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not endpoint.startswith("tcp://") or not (port == "*" or port.isdigit()):
-        raise ConfigError(f"endpoint is {endpoint!r}; it must be ipc://PATH or tcp://127.0.0.1:PORT")
+    if not endpoint.startswith("tcp://") or not (port == "*" or (port.isdigit() and 0 < int(port) < 65536)):
+        raise ConfigError(
+            f"endpoint is {endpoint!r}; it must be ipc://PATH or tcp://127.0.0.1:PORT, with a port from 1 to 65535 or *"
+        )
     if host not in ("127.0.0.1", "localhost", "[::1]"):
         raise ConfigError(
             f"endpoint is {endpoint!r}; {host or 'every interface'} is not a loopback address, and without encryption "
             "the daemon listens on loopback or ipc only"
         )
+
+
+def _check_ipc(endpoint: str) -> None:
+    path = Path(endpoint.removeprefix("ipc://"))
+    if not path.is_absolute():
+        raise ConfigError(
+            f"endpoint is {endpoint!r}; it must name an absolute path (abstract sockets, with @, are open to everyone)"
+        )
+    try:
+        require_private(path.parent)
+    except FolderError as error:
+        raise ConfigError(f"endpoint is {endpoint!r}; its folder is not private: {error}") from error
+    if not path.parent.is_dir():
+        raise ConfigError(f"endpoint is {endpoint!r}; the folder {path.parent} does not exist")

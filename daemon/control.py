@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,16 @@ class ControlStage(Stage):
     name = "control"
 
     def __init__(
-        self, context: zmq.Context, inbox: str, address: str, board: StatusBoard, stop: Callable[[bool], None]
+        self,
+        context: zmq.Context,
+        inbox: str,
+        address: str,
+        board: StatusBoard,
+        stop: Callable[[bool], None],
+        drain_s: int,
     ) -> None:
         super().__init__(context, inbox, {})
+        self._drain_s = drain_s
         self._address = address
         self._board = board
         self._stop = stop
@@ -74,7 +82,7 @@ class ControlStage(Stage):
             return {"phase": self._board.phase}
         if request.op == "stop":
             self._stop(request.now)
-            return {"stopping": True, "now": request.now}
+            return {"stopping": True, "now": request.now, "pid": os.getpid(), "drain_s": self._drain_s}
         raise ProtocolError(
             "unknown_op",
             f"op: {request.op!r} is not a control operation",

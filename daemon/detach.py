@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from deepinfer.daemon.config import DaemonConfig
-from deepinfer.daemon.runtime_folder import CONNECTION_FILE, LOG_FILE, is_locked
+from deepinfer.daemon.runtime_folder import CONNECTION_FILE, LOG_FILE, is_locked, make_private
 
 POLL_SECONDS = 0.05
 LAST_LINES = 20
@@ -36,10 +36,10 @@ def start_detached(config: DaemonConfig, folder: Path) -> int:
     if is_locked(folder):
         click.echo(f"a daemon is already running in {folder}", err=True)
         return 1
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     (folder / CONNECTION_FILE).unlink(missing_ok=True)
     log_path = folder / LOG_FILE
-    with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
+    with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as log:
         process = subprocess.Popen(
             [
                 sys.executable,

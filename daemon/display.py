@@ -77,6 +77,7 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("compute", f"{engine['compute_dtype']}; {linears}; head {engine['head']}"),
         ("attention", f"{engine['attention']}, KV {engine['kv_cache_dtype']}"),
+        ("key bias", _key_bias(engine["kv_key_bias"])),
         ("batch invariant", "yes" if engine["batch_invariant"] else "no"),
         ("context", f"{engine['context']:,} tokens"),
         (
@@ -88,6 +89,12 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("swap", arena),
         ("endpoint", str(status["endpoint"])),
     ]
+
+
+def _key_bias(choice: dict[str, Any]) -> str:
+    biased, split = len(choice["layers"]), len(choice["split_layers"])
+    counted = f"{split} of {biased} layers split; " if biased else ""
+    return f"{choice['mode']}: {counted}{choice['reason']}"
 
 
 def mib(size: int) -> str:

@@ -61,17 +61,23 @@ class Engine:
             self.topology.clients,
             tokenizer,
             config.model,
-            Limits(vocab_size=tokenizer.vocab_size),
+            Limits(),
             self.board,
             max_queue,
         )
-        self.admission.start()
-        self.host.start(self.context, self.topology, Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids), copy)
         self._outbox = self.context.socket(zmq.PUSH)
-        self._outbox.connect(self.topology.admission)
-        self._outbox.send(encode(EngineReady(summary=self.host.summary())))
-        self._wait_ready()
-        self.client = Client(self.topology.clients, context=self.context)
+        self._closed = False
+        try:
+            self.admission.start()
+            vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids)
+            self.host.start(self.context, self.topology, vocabulary, copy)
+            self._outbox.connect(self.topology.admission)
+            self._outbox.send(encode(EngineReady(summary=self.host.summary())))
+            self._wait_ready()
+            self.client = Client(self.topology.clients, context=self.context)
+        except BaseException:
+            self._end_stages()
+            raise
 
     def _wait_ready(self) -> None:
         while self.board.phase == "loading":
@@ -90,20 +96,26 @@ class Engine:
         return self.client.status()
 
     def close(self) -> None:
-        """Cuts what still runs and ends every thread. Raises EngineError when one does not end."""
+        """Cuts what still runs and ends every thread. Idempotent. Raises EngineError when a stage died or hangs."""
+        if self._closed:
+            return
         self.client.close()
-        self._outbox.send(encode(Drain(now=True)))
-        ended = self.host.wait(STOP_SECONDS)
-        failure = self.host.failure()
-        if failure is not None:
-            self.host.halt()
-        if not (self.admission.stop(STOP_SECONDS) and ended):
-            alive = [stage.name for stage in (self.admission, *self.host.stages) if not stage.join(0)]
-            raise EngineError(f"stages did not end within {STOP_SECONDS:.0f} s: {', '.join(alive)}")
-        self._outbox.close(linger=0)
-        self.context.term()
+        if self.admission.alive and self.host.failure() is None:
+            self._outbox.send(encode(Drain(now=True)))
+            self.host.wait(STOP_SECONDS)
+        failure = self.admission.failure or self.host.failure()
+        self._end_stages()
         if failure is not None:
             raise EngineError(f"a stage died: {failure!r}") from failure
+
+    def _end_stages(self) -> None:
+        self._closed = True
+        stages = [*self.host.stages, self.admission]
+        alive = [stage.name for stage in stages if not stage.stop(STOP_SECONDS)]
+        self._outbox.close(linger=0)
+        if alive:
+            raise EngineError(f"stages did not end within {STOP_SECONDS:.0f} s: {', '.join(alive)}")
+        self.context.term()
 
     def __enter__(self) -> Engine:
         return self

@@ -23,6 +23,7 @@ from deepinfer.stages.memory.residency import Residency
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import SamplingParams, Submit
 from deepinfer.stages.model import Executor, load_model, open_checkpoint, resolve_model
+from deepinfer.stages.model.key_bias import KeyBiasRule
 from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.sampler import Sampler
 from deepinfer.stages.offload import CopyRows, OffloadStage, copy_rows
@@ -61,7 +62,11 @@ class EngineHost:
             raise ConfigError(str(error)) from error
         checkpoint = open_checkpoint(resolve_model(config.model))
         model_config = checkpoint.config
-        self.max_context = min(config.max_context or model_config.max_context, model_config.max_context)
+        if config.max_context is not None and config.max_context > model_config.max_context:
+            raise ConfigError(
+                f"max_context is {config.max_context}; the model was made for at most {model_config.max_context}"
+            )
+        self.max_context = config.max_context or model_config.max_context
         dtype = choose_dtype(config.dtype, checkpoint.source.headers)
         self.kv_format = self._kv_format(dtype)
         layout = self.kv_format.layout(
@@ -71,7 +76,8 @@ class EngineHost:
         weight_bytes = checkpoint.estimate_weight_bytes(config.dtype, bf16_copies)
         self.plan: PoolPlan = plan_pool(config, layout, self.max_context, weight_bytes)
         self.max_context = min(self.max_context, self.plan.token_capacity + 1)
-        self.model = load_model(checkpoint, config.dtype, config.batch_invariant, config.w4_prefill, progress)
+        key_bias = KeyBiasRule(config.kv_key_bias, self.kv_format.k)
+        self.model = load_model(checkpoint, config.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias)
         self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format)
         budget = config.max_cpu_offload_mb << 20 if config.cpu_offload else 0
         self.arena = HostArena(budget, layout.block_bytes)
@@ -168,11 +174,6 @@ class EngineHost:
 
     def failure(self) -> BaseException | None:
         return next((stage.failure for stage in self.stages if stage.failure is not None), None)
-
-    def halt(self) -> None:
-        """End every stage without waiting for the others: for when one of them has died."""
-        for stage in self.stages:
-            stage.stop()
 
     def summary(self) -> dict[str, Any]:
         """What `start` prints and `status` shows: effective values, not wished ones."""

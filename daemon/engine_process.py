@@ -25,18 +25,20 @@ from deepinfer.stages.messages import EngineFailed, EngineReady, LoadProgress, M
 from deepinfer.stages.model.errors import ModelError
 
 PROGRESS_SECONDS = 0.05
-LAST_WORDS_SECONDS = 0.2
-"""What was sent last is on its way over ipc; the process must not be gone before it."""
+LAST_WORDS_MS = 30_000
+"""Admission may not be listening yet when the engine refuses its settings. If the front is gone, nobody waits."""
 ORPHANED = 3
 """Exit code when the front went away."""
 
 
 class FrontLink:
-    """The main thread's own PUSH socket to admission, for what happens before and beside the stages."""
+    """The main thread's own PUSH socket to admission, for what happens before and beside the stages. In a context of its
+    own, so that `close` can wait until its last words have arrived, whatever state the stages' sockets are in."""
 
-    def __init__(self, context: zmq.Context, address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 2000)
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
         self._socket.connect(address)
         self._last = 0.0
 
@@ -51,6 +53,7 @@ class FrontLink:
 
     def close(self) -> None:
         self._socket.close()
+        self._context.term()
 
 
 def start_line(config: EngineConfig, topology: Topology) -> bytes:
@@ -71,7 +74,7 @@ def main() -> int:
     config = EngineConfig(**start["config"])
     topology = Topology(**start["topology"])
     context = zmq.Context()
-    link = FrontLink(context, topology.admission)
+    link = FrontLink(topology.admission)
     try:
         _serve(config, topology, context, link)
     except (ConfigError, ModelError) as error:
@@ -83,7 +86,6 @@ def main() -> int:
         return 1
     finally:
         link.close()
-        time.sleep(LAST_WORDS_SECONDS)
     return 0
 
 
@@ -105,6 +107,7 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     failure = host.failure()
     if failure is not None:
         raise failure
+    context.term()
 
 
 def _watch_front(lines: list[bytes], arrived: threading.Event) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import zmq
 from deepinfer.daemon.config import DaemonConfig
 from deepinfer.daemon.control import ControlStage
 from deepinfer.daemon.display import StartDisplay
-from deepinfer.daemon.runtime_folder import RuntimeFolder
+from deepinfer.daemon.runtime_folder import AlreadyRunning, FileLock, RuntimeFolder
 from deepinfer.daemon.supervisor import EngineProcess
-from deepinfer.daemon.topology import two_processes
+from deepinfer.daemon.topology import Topology
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.messages import Drain, EngineFailed, Message, encode
@@ -25,9 +25,9 @@ from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.protocol import PROTOCOL_VERSION, Limits
 from deepinfer.stages.stage import Stage
 
-logger = logging.getLogger(__name__)
-
 POLL_SECONDS = 0.1
+LAST_WORDS_SECONDS = (0.5, 10.0)
+"""How long the messages of a dead engine may take to be read: after a crash, after an orderly end."""
 CUT_SECONDS = 10.0
 EXIT_OK, EXIT_ENGINE_FAILED, EXIT_CONFIG = 0, 1, 78
 
@@ -38,35 +38,50 @@ class Front:
     The first SIGTERM or SIGINT drains, the second one cuts.
     """
 
-    def __init__(self, config: DaemonConfig, folder: RuntimeFolder, display: StartDisplay) -> None:
+    def __init__(self, config: DaemonConfig, folder: RuntimeFolder, topology: Topology, display: StartDisplay) -> None:
         self.config = config
         self.folder = folder
         self.display = display
-        self.topology = two_processes(folder.path, config.endpoint)
+        self.topology = topology
         self.context = zmq.Context()
         self.board = StatusBoard({"pid": os.getpid(), "instance": secrets.token_hex(8), "model": config.model})
         self._stop_wishes = 0
         self._cut = False
+        self._endpoint_lock = self._lock_endpoint()
+        self._told_cut = False
         self._deadline: float | None = None
+        self._died_at: float | None = None
+
+    def _lock_endpoint(self) -> FileLock | None:
+        """An ipc endpoint outside the runtime folder has a lock of its own: a second bind would steal its clients."""
+        endpoint = self.config.endpoint or ""
+        if not endpoint.startswith("ipc://"):
+            return None
+        lock = FileLock(Path(endpoint.removeprefix("ipc://") + ".lock"))
+        if not lock.acquire():
+            raise AlreadyRunning(f"a daemon is already listening on {endpoint}")
+        return lock
 
     def run(self) -> int:
+        """Raises ModelError, EndpointError or ConfigError for what the user can mend."""
         began = time.monotonic()
         engine: EngineProcess | None = None
         stages: list[Stage] = []
+        self._install_signals()
         self._outbox = self.context.socket(zmq.PUSH)
         self._outbox.setsockopt(zmq.LINGER, 0)
         try:
             path = resolve_model(self.config.model)
+            if self._stop_wishes:
+                return EXIT_OK
             engine = EngineProcess(self.config.engine(), self.topology)
             self.board.info["engine_pid"] = engine.pid
             tokenizer = load_tokenizer(path)
-            self.limits = Limits(vocab_size=tokenizer.vocab_size)
             stages = [self._admission(tokenizer), self._control()]
             for stage in stages:
                 stage.start()
             self._outbox.connect(self.topology.admission)
             engine.send_vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids)
-            self._install_signals()
             return self._watch(engine, began)
         finally:
             self._end(engine, stages)
@@ -79,13 +94,20 @@ class Front:
             self.topology.clients,
             tokenizer,
             self.config.model,
-            self.limits,
+            Limits(),
             self.board,
             self.config.max_queue,
         )
 
     def _control(self) -> ControlStage:
-        return ControlStage(self.context, "inproc://control-inbox", self.topology.control, self.board, self._wish_stop)
+        return ControlStage(
+            self.context,
+            "inproc://control-inbox",
+            self.topology.control,
+            self.board,
+            self._on_stop_request,
+            self.config.drain_s,
+        )
 
     # --- the watch --------------------------------------------------------------------------------------------
 
@@ -110,19 +132,25 @@ class Front:
             elif phase == "failed":
                 self.display.failed(self.board.error)
                 return EXIT_CONFIG if self.board.config_error else EXIT_ENGINE_FAILED
-            if self._stop_wishes and self._stop(engine):
-                return EXIT_OK
+            if self._stop_wishes:
+                code = self._stop()
+                if code is not None:
+                    return code
 
     def _notice_death(self, engine: EngineProcess) -> None:
-        death = engine.death()
-        if death is None or self.board.phase in ("failed", "stopped"):
+        """Its last words may still be on their way to admission, which may be busy, and say more than an exit code;
+        after an orderly end they are the ends of streams, so they get more time then."""
+        code = engine.ended()
+        if code is None or self.board.over:
             return
-        # Its last words may still be in admission's inbox, and they say more than an exit code.
-        self.board.changed.wait(2 * POLL_SECONDS)
-        if self.board.phase not in ("failed", "stopped"):
-            self._tell_admission(EngineFailed(error=death))
-            while self.board.phase != "failed":
-                self.board.changed.wait(POLL_SECONDS)
+        now = time.monotonic()
+        if self._died_at is None:
+            self._died_at = now
+        patience = LAST_WORDS_SECONDS[code == 0]
+        if now > self._died_at + 2 * patience:
+            self.board.fail(engine.death())
+        elif now > self._died_at + patience:
+            self._tell_admission(EngineFailed(error=engine.death()))
 
     def _announce(self) -> None:
         connection = {
@@ -132,7 +160,7 @@ class Front:
             "instance": self.board.info["instance"],
             "pid": os.getpid(),
             "model": self.config.model,
-            "limits": self.limits.to_dict(),
+            "limits": self.board.limits,
         }
         where = self.folder.publish(connection)
         self.display.ready(self.board.status(), where)
@@ -140,46 +168,56 @@ class Front:
     # --- stopping ---------------------------------------------------------------------------------------------
 
     def _install_signals(self) -> None:
+        """A handler only notes the wish, and the watch looks ten times a second: it may run anywhere, even inside the
+        lock of an Event."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._wish_stop(self._stop_wishes > 0))
+            signal.signal(number, self._on_signal)
 
-    def _wish_stop(self, now: bool) -> None:
-        """Called by signal handlers and by the control thread: notes the wish, the main loop acts on it."""
+    def _on_signal(self, *_: Any) -> None:
+        self._cut = self._cut or self._stop_wishes > 0
         self._stop_wishes += 1
+
+    def _on_stop_request(self, now: bool) -> None:
+        """Called by the control thread."""
         self._cut = self._cut or now
+        self._stop_wishes += 1
         self.board.changed.set()
 
-    def _stop(self, engine: EngineProcess) -> bool:
-        """One look at a stop under way; True when the daemon may end now."""
+    def _stop(self) -> int | None:
+        """One look at a stop under way; the exit code when the daemon may end now."""
         now = time.monotonic()
         if self.board.phase == "loading":
-            return True
+            return EXIT_OK
         if self._deadline is None:
             self._deadline = now + self.config.drain_s
             self._tell_admission(Drain(now=self._cut))
             self.display.stopping(self._cut)
             self._told_cut = self._cut
         if not self._told_cut and (self._cut or now > self._deadline):
+            self._deadline = now
             self._tell_admission(Drain(now=True))
             self.display.stopping(True)
             self._told_cut = True
         if self._told_cut and now > self._deadline + CUT_SECONDS:
-            logger.error("the engine did not stop within %.0f s and is killed", CUT_SECONDS)
-            return True
-        return False
+            self.display.failed(f"the engine did not stop within {CUT_SECONDS:.0f} s and is killed")
+            return EXIT_ENGINE_FAILED
+        return None
 
     def _tell_admission(self, message: Message) -> None:
         self._outbox.send(encode(message))
 
     def _end(self, engine: EngineProcess | None, stages: list[Stage]) -> None:
-        """Nothing is left behind: processes, threads, sockets, files."""
-        if engine is not None:
-            engine.end()
-        for stage in stages:
-            stage.stop(CUT_SECONDS)
-        self._outbox.close()
-        self.context.term()
-        self.folder.release()
+        """Nothing is left behind: processes, threads, sockets, files. Each step is taken whatever the others did."""
+        with ExitStack() as steps:
+            steps.callback(self.folder.release)
+            if self._endpoint_lock is not None:
+                steps.callback(self._endpoint_lock.release)
+            steps.callback(self.context.term)
+            steps.callback(self._outbox.close)
+            for stage in stages:
+                steps.callback(stage.stop, CUT_SECONDS)
+            if engine is not None:
+                steps.callback(engine.end)
 
 
 def runtime_path(folder: Path | None) -> Path:

@@ -5,16 +5,55 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
+import time
 from pathlib import Path
 from typing import Any
 
 CONNECTION_FILE = "daemon.json"
 LOCK_FILE = "daemon.lock"
 LOG_FILE = "daemon.log"
+LOCK_PATIENCE_SECONDS = 0.5
+"""Somebody who asks for the status holds the lock for a moment; a daemon holds it for longer than this."""
 
 
 class AlreadyRunning(RuntimeError):
     """Another daemon holds the lock of this runtime folder."""
+
+
+class FolderError(RuntimeError):
+    """The runtime folder cannot be used, and why."""
+
+
+def require_private(path: Path) -> None:
+    """Raises FolderError unless `path` is a real folder of this user that is closed to all others.
+
+    The default folder may lie in a place where anybody can create one, so this comes before anything is read from it or
+    written to it.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise FolderError(f"runtime_dir: {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise FolderError(f"runtime_dir: {path} is not a folder (or a link to one, which is not followed)")
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise FolderError(
+            f"runtime_dir: {path} must belong to this user and be closed to others (mode 0700); it has mode "
+            f"{status.st_mode & 0o777:04o} and owner {status.st_uid}"
+        )
+
+
+def make_private(path: Path) -> None:
+    """Raises FolderError, as `require_private` does, and when the folder cannot be made."""
+    require_private(path)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"runtime_dir: {path} cannot be made: {error.strerror}") from error
+    require_private(path)
 
 
 class RuntimeFolder:
@@ -23,19 +62,10 @@ class RuntimeFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise PermissionError(
-                f"runtime_dir: {path} must belong to this user and be closed to others (mode 0700); it has mode "
-                f"{status.st_mode & 0o777:04o} and owner {status.st_uid}"
-            )
-        self._lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise AlreadyRunning(f"a daemon is already running in {path}") from None
+        make_private(path)
+        self._lock = FileLock(path / LOCK_FILE)
+        if not self._lock.acquire():
+            raise AlreadyRunning(f"a daemon is already running in {path}")
         self._clear_leftovers()
 
     def _clear_leftovers(self) -> None:
@@ -56,14 +86,43 @@ class RuntimeFolder:
     def release(self) -> None:
         """Take everything back but the log; the lock goes last."""
         self._clear_leftovers()
-        (self.path / LOCK_FILE).unlink(missing_ok=True)
-        os.close(self._lock)
+        self._lock.release()
+
+
+class FileLock:
+    """An flock on a file that is removed again at the end. Whoever gets the lock looks whether the file is still the
+    one at that path: it may have been removed meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def acquire(self) -> bool:
+        give_up = time.monotonic() + LOCK_PATIENCE_SECONDS
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._path.exists() and os.fstat(descriptor).st_ino == self._path.stat().st_ino:
+                    self._descriptor = descriptor
+                    return True
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    os.close(descriptor)
+                    return False
+            os.close(descriptor)
+            time.sleep(0.02)
+
+    def release(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a daemon is alive in this folder."""
+    """Whether a daemon is alive in this folder. Raises FolderError when it is not ours."""
+    require_private(path)
     try:
-        descriptor = os.open(path / LOCK_FILE, os.O_RDWR)
+        descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ class EngineProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "deepinfer.daemon.engine_process"],
             stdin=subprocess.PIPE,
+            bufsize=0,
             stdout=sys.stderr,
             start_new_session=True,
         )
@@ -35,36 +37,28 @@ class EngineProcess:
     def send_vocabulary(self, num_valid_tokens: int, eos_token_ids: Iterable[int]) -> None:
         self._write(vocabulary_line(num_valid_tokens, eos_token_ids))
 
-    def death(self) -> str | None:
-        """How it ended, in words, or None while it lives."""
-        code = self._process.poll()
-        if code is None:
-            return None
+    def ended(self) -> int | None:
+        """Its exit code, or None while it lives."""
+        return self._process.poll()
+
+    def death(self) -> str:
+        """How it ended, in words."""
+        code = self._process.wait()
         if code < 0:
             return f"the engine process was killed by {signal.Signals(-code).name}"
         return f"the engine process ended with exit code {code}"
-
-    def wait(self, seconds: float) -> bool:
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     def end(self) -> None:
         """Make sure that it is gone: first by cutting the tether, then by force."""
         if self._process.stdin is not None:
             self._process.stdin.close()
-        if not self.wait(KILL_AFTER_SECONDS):
+        try:
+            self._process.wait(KILL_AFTER_SECONDS)
+        except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def _write(self, line: bytes) -> None:
-        pipe = self._process.stdin
-        if pipe is None:
-            return
-        try:
-            pipe.write(line)
-            pipe.flush()
-        except BrokenPipeError:
-            return  # It died already; `death` says how.
+        with contextlib.suppress(BrokenPipeError):  # It died already; `death` says how.
+            if self._process.stdin is not None:
+                self._process.stdin.write(line)

@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepinfer.daemon.config import ConfigError
+
 MAX_IPC_PATH = 107
 """Bytes of a Unix socket path on Linux; longer ones fail at bind with an error that does not say so."""
 
@@ -40,13 +42,13 @@ class Topology:
 def two_processes(folder: Path, clients: str | None = None) -> Topology:
     """ipc between the front and the engine, inproc inside the engine. `folder` is private to this daemon.
 
-    Raises ValueError when a socket path would be too long.
+    Raises ConfigError when a socket path would be too long.
     """
 
     def ipc(name: str) -> str:
         path = folder / f"{name}.sock"
         if len(os.fsencode(path)) > MAX_IPC_PATH:
-            raise ValueError(
+            raise ConfigError(
                 f"runtime_dir: the socket path {path} has {len(os.fsencode(path))} bytes; a Unix socket path has at "
                 f"most {MAX_IPC_PATH}. Choose a shorter runtime folder."
             )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import zmq
 
 from deepinfer.stages import client_port, messages
@@ -41,8 +42,11 @@ from deepinfer.stages.stage import Stage, monotonic
 logger = logging.getLogger(__name__)
 
 CLIENT_MESSAGES_PER_TURN = 64
+CLIENT_SECONDS_PER_TURN = 0.02
 RETRY_BLOCKED_MS = 5
 IDLE_MS = 200
+MAX_PENDING_IDS = 8192
+"""Tokens that wait for one client that does not read, over all its streams."""
 GOODBYE_SECONDS = 0.3
 GIVE_UP_SECONDS = 30.0
 """A client that has not taken its last events for this long is treated as gone."""
@@ -73,7 +77,7 @@ class AdmissionStage(Stage):
         self._clients_address = clients
         self._intake = Intake(tokenizer, model)
         self._model = model
-        self._limits = limits
+        self._limits = msgspec.structs.replace(limits, vocab_size=tokenizer.vocab_size)
         self._board = board
         self._max_queue = max_queue
         self._capacity: Capacity | None = None
@@ -122,8 +126,11 @@ class AdmissionStage(Stage):
         self._board.fail(f"the admission stage died: {error!r}")
 
     def closing(self) -> None:
-        """A client with IMMEDIATE set loses what it has not read when the connection breaks, so it gets a moment to
-        read its last events."""
+        """Nobody is left without a last event. A client with IMMEDIATE set loses what it has not read when the
+        connection breaks, so it gets a moment to read it."""
+        for live in list(self._live.values()):
+            live.fail(ProtocolError("shutting_down", "the daemon has stopped"))
+            self._flush(live)
         if not self._clients_address.startswith("inproc://"):
             time.sleep(GOODBYE_SECONDS)
 
@@ -134,9 +141,13 @@ class AdmissionStage(Stage):
         self._board.changed.set()
 
     def _on_ready(self, message: messages.EngineReady) -> None:
+        """Ids that the tokenizer knows and the model has no row for are refused, wherever they come from."""
         summary = message.summary
-        self._capacity = Capacity(summary["context"], summary["num_blocks"], summary["block_size"])
+        vocab_size = min(self._limits.vocab_size, summary["vocab_size"])
+        self._limits = msgspec.structs.replace(self._limits, vocab_size=vocab_size)
+        self._capacity = Capacity(summary["context"], summary["num_blocks"], summary["block_size"], vocab_size)
         self._board.summary = summary
+        self._board.limits = self._limits.to_dict()
         self._board.set_phase("ready")
 
     def _on_snapshot(self, message: messages.Snapshot) -> None:
@@ -185,14 +196,34 @@ class AdmissionStage(Stage):
     # --- clients ----------------------------------------------------------------------------------------------
 
     def on_socket(self, socket: zmq.Socket) -> None:
+        """Stops early after a request that took long (a huge prompt to tokenise): streams come first."""
+        until = monotonic() + CLIENT_SECONDS_PER_TURN
         for identity, *frames in client_port.receive(socket, CLIENT_MESSAGES_PER_TURN):
             self.progress += 1
             route = Route(identity, is_req(frames))
             try:
-                op = decode_request(frames, self._limits)
-                self._ops[type(op)](route, op)
+                self._handle(route, frames)
             except ProtocolError as error:
                 self._answer(route, encode_error(error))
+            if monotonic() > until:
+                return
+
+    def _handle(self, route: Route, frames: list[bytes]) -> None:
+        if route.identity[:1] != b"\0":
+            raise ProtocolError(
+                "malformed",
+                "a client must not choose its socket's identity: whoever chose it again would get its answers",
+                allowed="no ROUTING_ID (IDENTITY) on the client's socket",
+            )
+        op = decode_request(frames, self._limits)
+        try:
+            self._ops[type(op)](route, op)
+        except (ProtocolError, zmq.ZMQError):
+            raise
+        except Exception as error:
+            # A chat template or a tokenizer is the checkpoint's code and data: what it does wrong costs one request.
+            logger.exception("a fault while admitting a request")
+            raise ProtocolError("internal", f"{type(error).__name__}: {error}", id=op.id) from error
 
     def _reply(self, route: Route, op: str, id: RequestId | None, data: Mapping[str, Any]) -> None:
         self._answer(route, encode_reply(op, id, data))
@@ -234,6 +265,7 @@ class AdmissionStage(Stage):
         self._by_stream[(route.identity, op.id)] = live.rid
         if op.deadline_ms is not None:
             heapq.heappush(self._deadlines, (monotonic() + op.deadline_ms / 1000, live.rid))
+            self._prune_deadlines()
         self.send(
             "decode",
             messages.Submit(rid=live.rid, prompt=live.prompt, params=live.params, priority=op.priority),
@@ -278,17 +310,23 @@ class AdmissionStage(Stage):
                 self._client_gone(live.route.identity)
                 return
             live.sent()
-        live.blocked = False
+            if live.rid in self._blocked:
+                self._blocked[live.rid] = monotonic()
         self._blocked.pop(live.rid, None)
         if live.delivered:
             self._forget(live)
 
     def _block(self, live: LiveRequest) -> None:
-        live.blocked = True
+        """Its events wait. Past the bound of its client the stream ends, and says so: a gap would be a lie."""
         self._blocked.setdefault(live.rid, monotonic())
-        if live.too_far_behind and not live.over:
+        if live.over:
+            return
+        blocked = (self._live[rid] for rid in self._blocked if rid in self._live)
+        waiting = sum(other.pending_ids for other in blocked if other.route.identity == live.route.identity)
+        if waiting > MAX_PENDING_IDS:
             live.drop_pending_tokens()
-            self.send("decode", messages.Cancel(rid=live.rid, reason="slow_consumer"))
+            live.fail(ProtocolError("slow_consumer", f"{waiting} tokens wait for this client, which does not read"))
+            self.send("decode", messages.Cancel(rid=live.rid))
 
     def _client_gone(self, identity: bytes) -> None:
         for live in [live for live in self._live.values() if live.route.identity == identity]:
@@ -300,6 +338,12 @@ class AdmissionStage(Stage):
         self._live.pop(live.rid, None)
         self._by_stream.pop((live.route.identity, live.client_id), None)
         self._blocked.pop(live.rid, None)
+
+    def _prune_deadlines(self) -> None:
+        """Most requests end long before their deadline: the heap keeps the living ones."""
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
+            heapq.heapify(self._deadlines)
 
     def work(self) -> bool:
         now = monotonic()
@@ -315,7 +359,7 @@ class AdmissionStage(Stage):
             _, rid = heapq.heappop(self._deadlines)
             if rid in self._live:
                 self.send("decode", messages.Cancel(rid=rid, reason="deadline_exceeded"))
-        self._board.front = {"live": len(self._live), "blocked_clients": len(self._blocked)}
+        self._board.front = {"live": len(self._live), "blocked": len(self._blocked)}
         return False
 
     def poll_timeout_ms(self) -> int:

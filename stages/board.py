@@ -5,6 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from deepinfer.stages.stage import monotonic
+
+FINAL = ("failed", "stopped")
+HUNG_SECONDS = 30.0
+"""The engine speaks four times a second, but not while a prefill chunk is out: longer than any chunk should take."""
+
 
 class StatusBoard:
     """Values are replaced as a whole, never changed in place, so a reader in another thread needs no lock."""
@@ -15,6 +21,7 @@ class StatusBoard:
         """loading, ready, draining, failed or stopped."""
         self.progress: tuple[str, int, int] = ("starting the engine", 0, 0)
         self.summary: dict[str, Any] = {}
+        self.limits: dict[str, int] = {}
         self.stats: dict[str, Any] = {}
         self.stats_at = 0.0
         self.front: dict[str, int] = {}
@@ -22,21 +29,34 @@ class StatusBoard:
         self.config_error = False
         self.changed = threading.Event()
 
+    @property
+    def over(self) -> bool:
+        return self.phase in FINAL
+
     def set_phase(self, phase: str) -> None:
-        self.phase = phase
+        """A final phase is never left."""
+        if not self.over:
+            self.phase = phase
         self.changed.set()
 
     def fail(self, error: str, config_error: bool = False) -> None:
-        self.error = error
-        self.config_error = config_error
+        if not self.over:
+            self.error = error
+            self.config_error = config_error
         self.set_phase("failed")
+
+    def engine_silence(self) -> float:
+        """Seconds since the engine was last heard of; 0 while it need not speak."""
+        return monotonic() - self.stats_at if self.stats_at and self.phase in ("ready", "draining") else 0.0
 
     def status(self) -> dict[str, Any]:
         """What `status` answers, on the client socket and on the control socket alike."""
         stats = self.stats
+        silence = self.engine_silence()
         return {
             **self.info,
-            "phase": self.phase,
+            "phase": "hung" if silence > HUNG_SECONDS else self.phase,
+            "engine_silent_s": round(silence, 2),
             "error": self.error,
             "engine": self.summary,
             "requests": {**self.front, **stats.get("states", {})},
@@ -48,5 +68,9 @@ class StatusBoard:
                 "budget_bytes": self.summary.get("cpu_offload_budget_bytes", 0),
                 "max_swapped_requests": stats.get("max_swapped_requests", 0),
             },
+            "kv_encoder_layers": [
+                {"layer": layer, "saturated": saturated, "nonfinite": nonfinite}
+                for layer, saturated, nonfinite in stats.get("kv_encoder_layers", [])
+            ],
             "counters": {name: value for name, value in stats.items() if name.endswith(("_total", "_seconds"))},
         }

@@ -96,6 +96,7 @@ class DecodeStage(Stage):
         request = Request(message, blocks_for(total, layout.block_size))
         if not self._residency.fits_alone(total):
             # Admission refuses this earlier, with the numbers; a request must never wait for what cannot come.
+            self.counters.requests_kv_exhausted_total += 1
             self._send_finished(request, "kv_exhausted")
             return
         self._requests[message.rid] = request
@@ -125,16 +126,10 @@ class DecodeStage(Stage):
             if request is None:
                 continue
             request.clock.prefill += message.seconds
-            self._count_prompt(request, chunk)
+            self.counters.computed(request.note_computed(chunk.start + chunk.count), chunk.count)
             if chunk.rid in message.errors or chunk.rid in tokens:
                 outcomes.append(Outcome(chunk.rid, tokens.get(chunk.rid), message.errors.get(chunk.rid, "")))
         self._deliver(outcomes)
-
-    def _count_prompt(self, request: Request, chunk: ChunkItem) -> None:
-        if request.clock.parks or request.generated:
-            self.counters.replayed_tokens_total += chunk.count
-        else:
-            self.counters.prompt_tokens_total += chunk.count
 
     def _on_swap_out_done(self, message: SwapOutDone) -> None:
         done = not message.error
@@ -153,7 +148,11 @@ class DecodeStage(Stage):
         self._payload_bytes.pop(message.rid, None)
         self.counters.swapped_in(message, self._pool.layout.block_bytes)
         alive = self._residency.swapped_in(message.rid, failed=lost)
-        if alive and not lost:
+        if not alive:
+            return
+        if lost:
+            self.counters.requests_recomputed_total += 1
+        else:
             self.counters.requests_resumed_total += 1
             self._unparked(message.rid)
 
@@ -291,8 +290,12 @@ class DecodeStage(Stage):
         states = dict.fromkeys((state.value for state in State), 0)
         for entry in self._residency.entries.values():
             states[entry.state.value] += 1
+        kv_counts = self._runner.executor.attention.kv_counts()
         return {
             **self.counters.as_dict(),
+            "kv_saturated_total": sum(saturated for saturated, _ in kv_counts),
+            "kv_nonfinite_total": sum(nonfinite for _, nonfinite in kv_counts),
+            "kv_encoder_layers": [[layer, *counts] for layer, counts in enumerate(kv_counts) if any(counts)],
             "states": states,
             "num_blocks": self._ledger.num_blocks,
             "free_blocks": self._ledger.free,

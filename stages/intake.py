@@ -34,6 +34,8 @@ class Capacity(NamedTuple):
     context: int
     num_blocks: int
     block_size: int
+    vocab_size: int
+    """Ids that both the tokenizer and the model know."""
 
     @property
     def tokens(self) -> int:
@@ -47,11 +49,14 @@ class Intake:
         self.tokenizer = tokenizer
         self.model = model
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._byte_ids = byte_fallback_ids(tokenizer.vocabulary())
+        vocabulary = tokenizer.vocabulary()
+        self._byte_ids = byte_fallback_ids(vocabulary)
+        self._longest_token = max(len(token) for token in vocabulary)
+        """Characters, at least: the spellings of byte tokens are no shorter than what they stand for."""
 
     def live_request(self, rid: int, route: Route, op: Generate, capacity: Capacity) -> LiveRequest:
         """Checked and ready to be submitted."""
-        prompt = self._prompt_ids(op)
+        prompt = self._prompt_ids(op, capacity)
         params = self._params(op, len(prompt), capacity)
         silent = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         return LiveRequest(
@@ -78,14 +83,39 @@ class Intake:
         except ChatTemplateError as error:
             raise ProtocolError("chat_template", str(error), field="messages", id=id) from error
 
-    def _prompt_ids(self, op: Generate) -> np.ndarray:
+    def _prompt_ids(self, op: Generate, capacity: Capacity) -> np.ndarray:
         if op.prompt_ids is not None:
             return op.prompt_ids
+        field = "prompt" if op.prompt is not None else "messages"
+        self._check_length(op, field, capacity)
         ids = self.encode(op.id, op.prompt, op.messages, op.add_special_tokens)
         if not ids:
-            field = "prompt" if op.prompt is not None else "messages"
             raise ProtocolError("invalid_value", f"{field}: it has no tokens", field=field, value="0 tokens", id=op.id)
+        if max(ids) >= capacity.vocab_size:
+            raise ProtocolError(
+                "invalid_value",
+                f"{field}: it contains the token {max(ids)}, for which the model has no embedding",
+                field=field,
+                value=str(max(ids)),
+                allowed=f"token ids below {capacity.vocab_size}",
+                id=op.id,
+            )
         return np.asarray(ids, dtype="<i4")
+
+    def _check_length(self, op: Generate, field: str, capacity: Capacity) -> None:
+        """A text that cannot fit whatever its tokens are is refused before anyone spends a second on tokenising it."""
+        texts = [op.prompt] if op.prompt is not None else [message.content for message in op.messages or ()]
+        size = sum(len(text) for text in texts)
+        if size > capacity.context * self._longest_token:
+            raise ProtocolError(
+                "context_exceeded",
+                f"{field}: {size} characters have more than {capacity.context} tokens, which the context holds",
+                field=field,
+                value=f"{size} characters",
+                allowed=f"at most {capacity.context} tokens with the answer",
+                id=op.id,
+                details={"limit": capacity.context},
+            )
 
     def _params(self, op: Generate, prompt_tokens: int, capacity: Capacity) -> SamplingParams:
         """Refuses what could not run alone on an empty pool, with the numbers. Without `max_new_tokens` a request may

@@ -10,13 +10,7 @@ from deepinfer.stages.protocol_errors import ProtocolError, RequestId
 from deepinfer.stages.protocol_events import StreamEncoder, TokenLogprob
 from deepinfer.stages.text import IncrementalDetokenizer, StopMatcher
 
-MAX_PENDING_IDS = 32 * 1024
-"""Tokens that wait for a client that does not read. Past it the stream ends with `slow_consumer`."""
-
-ENDED_BY_ERROR = {
-    "deadline_exceeded": "deadline_ms passed before the stream was complete",
-    "slow_consumer": "the events that wait for this client are over the bound",
-}
+ENDED_BY_ERROR = {"deadline_exceeded": "deadline_ms passed before the stream was complete"}
 """Cancel reasons that are an error to the client, and the sentence for it."""
 
 
@@ -57,7 +51,6 @@ class LiveRequest:
         self.params = params
         self.deadline: float | None = None
         self.generated: list[int] = []
-        self.blocked = False
         self._stream = stream
         self._model = model
         self._silent_ids = silent_ids
@@ -104,7 +97,9 @@ class LiveRequest:
             return
         self.generated.append(item.token_id)
         new = [] if item.token_id in self._silent_ids else [item.token_id]
-        text, _ = self._stops.push(self._detokenizer.push(new))
+        text = self._detokenizer.push(new)
+        if len(self.generated) > self.params.min_new_tokens:
+            text, _ = self._stops.push(text)
         self._emit(text, [item.token_id], item.index, self._logprob(item))
 
     def finish(self, finished: Finished) -> None:
@@ -191,8 +186,9 @@ class LiveRequest:
         return self.over and self._unsent is None and not self._pending
 
     @property
-    def too_far_behind(self) -> bool:
-        return self.blocked and sum(len(e.ids) for e in self._pending if isinstance(e, _PendingToken)) > MAX_PENDING_IDS
+    def pending_ids(self) -> int:
+        """Tokens whose events have not been encoded."""
+        return sum(len(event.ids) for event in self._pending if isinstance(event, _PendingToken))
 
     def _encode_token(self, event: _PendingToken) -> bytes:
         return self._encoder.token(event.text, event.ids, event.index, event.logprobs or None)

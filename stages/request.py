@@ -30,15 +30,24 @@ class Request:
         self.table = np.zeros(max_blocks, dtype=np.int32)
         self.num_blocks = 0
         self.clock = RequestClock()
+        self._computed = len(prompt) if submit.generated else 0
 
     @property
     def total(self) -> int:
         """Tokens whose keys and values are stored at most: the last token is sampled and never fed back."""
         return len(self.tokens) - 1
 
+    def note_computed(self, until: int) -> int:
+        """Prefill has reached token `until`. Returns how many of these were computed for the first time: what is
+        computed again after a preemption or a recovery is nobody's throughput."""
+        new = max(0, until - self._computed)
+        self._computed = max(self._computed, until)
+        return new
+
     def append(self, token_id: int) -> None:
         self.tokens[self.length] = token_id
         self.length += 1
+        self._computed = max(self._computed, self.length)
         self.generated.append(token_id)
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> str | None:

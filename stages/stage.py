@@ -66,9 +66,13 @@ class Stage:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def stop(self, timeout: float | None = None) -> bool:
         """From another thread: let the loop end after its current turn, and wait for it. True when it has ended."""
-        if self._thread is not None and self._thread.is_alive():
+        if self.alive:
             halting = self.context.socket(zmq.PUSH)
             halting.connect(self._inbox_address)
             halting.send(messages.encode(Halt()))
@@ -114,7 +118,7 @@ class Stage:
             self._open()
             bound.set()
             self._loop()
-        except Exception as error:  # noqa: BLE001 - the top of a thread: nothing above could see it
+        except BaseException as error:  # noqa: BLE001 - the top of a thread, and foreign code may raise anything
             self.failure = error
             if bound.is_set():  # Before that `start` raises it, and nobody has sent anything yet.
                 self.failed(error)

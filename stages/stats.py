@@ -37,6 +37,11 @@ class EngineCounters:
     cpu_reload_seconds: float = 0.0
     max_swapped_requests: int = 0
 
+    def computed(self, new: int, count: int) -> None:
+        """`count` tokens of a prefill chunk, `new` of them for the first time."""
+        self.prompt_tokens_total += new
+        self.replayed_tokens_total += count - new
+
     def swapped_out(self, message: SwapOutDone, block_bytes: int) -> None:
         """A swap out was answered: done, rejected by the budget, or failed."""
         if message.error:
@@ -50,11 +55,13 @@ class EngineCounters:
         self.cpu_offload_seconds += message.seconds
 
     def swapped_in(self, message: SwapInDone, block_bytes: int) -> None:
+        if message.error:
+            self.kv_cpu_offload_failed_total += 1
+            return
         self.kv_cpu_reload_blocks_total += message.bytes // block_bytes
         self.kv_cpu_reload_bytes_total += message.bytes
         self.kv_cpu_reload_copies_total += message.copies
         self.cpu_reload_seconds += message.seconds
-        self.kv_cpu_offload_failed_total += bool(message.error)
 
     def as_dict(self) -> dict[str, int | float]:
         return asdict(self)

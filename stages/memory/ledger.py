@@ -34,6 +34,11 @@ class BlockLedger:
     def used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    @property
+    def holders(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._held)
+
     def held(self, rid: int) -> int:
         return len(self._held.get(rid, ()))
 

@@ -63,14 +63,20 @@ class Residency:
         """Resume first, then admit. Stops at the first one that does not fit, so nobody overtakes it for ever."""
         self._turn += 1
         moves = Moves([], [], [], [], [])
-        for entry in sorted(self._outside(), key=self._queue_order):
-            if self._resident_count() >= self.config.max_running:
+        outside = sorted(self._outside(), key=self._queue_order)
+        if not outside:
+            return moves
+        residents = self.ledger.holders
+        growth = self._growth_demand()
+        for entry in outside:
+            if residents >= self.config.max_running:
                 break
-            if self._blocks_wanted(entry) <= self._room(entry):
+            if self._blocks_wanted(entry) <= self._room(entry, growth, residents):
                 self._bring_in(entry, moves)
+                residents += 1
                 continue
             if self._may_preempt(entry):
-                self._make_room(entry, moves)
+                self._make_room(entry, self._room(entry, growth, residents), moves)
             break
         return moves
 
@@ -180,9 +186,6 @@ class Residency:
     def _outside(self) -> list[Entry]:
         return self._in_state(State.SWAPPED, State.WAITING)
 
-    def _resident_count(self) -> int:
-        return sum(1 for entry in self.entries.values() if self.ledger.held(entry.rid))
-
     def _queue_order(self, entry: Entry) -> tuple[bool, int, bool, int]:
         """The claimant, then by priority; parked ones before newcomers; then by arrival."""
         return (entry.rid != self._claimant, -entry.priority, entry.parks == 0, entry.arrival)
@@ -197,11 +200,10 @@ class Residency:
         stored = entry.length if entry.state is State.WAITING else max(entry.cached, entry.target)
         return blocks_for(min(stored + 1, entry.total), self.block_size)
 
-    def _room(self, entry: Entry) -> int:
+    def _room(self, entry: Entry, growth: int, residents: int) -> int:
         """Free blocks, less what running requests need for their next token, less the watermark for parked ones."""
-        room = self.ledger.free - self._growth_demand()
-        others = any(other.rid != entry.rid for other in self._in_state(*RUNNING))
-        return room - self.config.watermark_blocks if entry.parks and others else room
+        room = self.ledger.free - growth
+        return room - self.config.watermark_blocks if entry.parks and residents else room
 
     def _growth_demand(self) -> int:
         return sum(
@@ -234,8 +236,8 @@ class Residency:
     def _can_swap(self, victim: Entry) -> bool:
         return self.config.swap and not victim.swap_refused
 
-    def _make_room(self, newcomer: Entry, moves: Moves) -> None:
-        short = self._blocks_wanted(newcomer) - self._room(newcomer) - self._arriving_blocks()
+    def _make_room(self, newcomer: Entry, room: int, moves: Moves) -> None:
+        short = self._blocks_wanted(newcomer) - room - self._arriving_blocks()
         victims = [victim for victim in self._victims(newcomer) if self._can_swap(victim)]
         if short <= 0 or sum(self.ledger.held(victim.rid) for victim in victims) < short:
             return

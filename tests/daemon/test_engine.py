@@ -328,3 +328,99 @@ def test_a_dead_stage_ends_every_stream_with_an_error(tiny_path):
     assert refused.value.code == "not_ready"
     with pytest.raises(RuntimeError, match="injected"):
         engine.close()
+
+
+def test_cancel_while_prefill_has_the_blocks_ends_the_stream_at_once_and_frees_them_later(tiny_path):
+    entered, gate = threading.Event(), threading.Event()
+    with Engine(tiny_path, num_blocks=16) as engine:
+        runner = engine.host.prefill._runner
+        original = runner.run
+
+        def held(spans: Any) -> Any:
+            entered.set()
+            gate.wait(20)
+            return original(spans)
+
+        runner.run = held
+        stream = engine.generate(PROMPT, max_new_tokens=5)
+        assert entered.wait(10)
+        stream.cancel()
+        assert stream.result().finish_reason == "cancelled"
+        assert engine.host.residency.ledger.used > 0, "the blocks are still being written"
+        gate.set()
+        settled(engine)
+        assert engine.complete(PROMPT, max_new_tokens=2, ignore_eos=True).finish_reason == "length"
+
+
+def test_ids_that_the_tokenizer_knows_and_the_model_does_not_are_refused(tiny_path, tmp_path):
+    """Tokenizers with more ids than embedding rows exist: one message must not kill the engine."""
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "wide"
+    shutil.copytree(tiny_path, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<extra{number}>" for number in range(20)])
+    tokenizer.save_pretrained(folder)
+    with Engine(folder, num_blocks=16) as engine:
+        for prompt in ("hello <extra19> there", [5, 270]):
+            with pytest.raises(DeepInferError) as refused:
+                engine.complete(prompt, max_new_tokens=2)
+            assert refused.value.code in ("invalid_value", "out_of_range")
+        assert len(engine.complete("hello", max_new_tokens=2, ignore_eos=True).ids) == 2
+
+
+def test_a_chat_template_that_fails_costs_one_request(tiny_path):
+    with Engine(tiny_path, num_blocks=16) as engine:
+        engine.admission._intake.tokenizer._inner.chat_template = "{{ 1 // 0 }}"
+        with pytest.raises(DeepInferError) as refused:
+            engine.client.chat([{"role": "user", "content": "hi"}])
+        assert refused.value.code in ("chat_template", "internal")
+        assert len(engine.complete("hello", max_new_tokens=2, ignore_eos=True).ids) == 2
+
+
+def test_a_stop_string_waits_for_min_new_tokens(tiny_path):
+    with Engine(tiny_path, num_blocks=64) as engine:
+        free = engine.complete(PROMPT, max_new_tokens=30, ignore_eos=True)
+        result = engine.complete(PROMPT, max_new_tokens=30, min_new_tokens=20, ignore_eos=True, stop=[free.text[3:5]])
+        assert result.usage["completion_tokens"] > 20
+        assert result.text.startswith(free.text[:15])
+
+
+def test_prompt_tokens_of_a_request_swapped_in_mid_prefill_are_counted_once(tiny_path):
+    done: set[int] = set()
+    with Engine(tiny_path, num_blocks=64, prefill_chunk_tokens=32) as engine:
+        force_swaps(engine, lambda e: e.cached == 64 and e.rid not in done and not done.add(e.rid))
+        engine.complete("x" * 200, max_new_tokens=2, ignore_eos=True)
+        assert done
+        time.sleep(0.3)
+        counters = engine.status()["counters"]
+        assert counters["prompt_tokens_total"] == 200
+        assert counters["replayed_tokens_total"] == 0
+
+
+def test_closing_twice_and_closing_after_admission_died_both_return(tiny_path):
+    engine = Engine(tiny_path, num_blocks=16)
+    engine.close()
+    engine.close()
+    broken = Engine(tiny_path, num_blocks=16)
+    broken.admission._intake = None
+    broken.admission.work = lambda: 1 / 0
+    broken.admission.join(10)
+    with pytest.raises(RuntimeError, match="ZeroDivision"):
+        broken.close()
+
+
+def test_a_constructor_that_fails_leaves_no_thread(tiny_path, monkeypatch):
+    monkeypatch.setattr("deepinfer.daemon.engine.Client", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Engine(tiny_path, num_blocks=16)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("stage-")]
+
+
+def test_deadlines_of_finished_requests_are_forgotten(tiny_path):
+    with Engine(tiny_path, num_blocks=64) as engine:
+        for _ in range(150):
+            engine.complete("x", max_new_tokens=1, deadline_ms=3_600_000)
+        assert len(engine.admission._deadlines) <= 2 * 1 + 66

@@ -130,19 +130,44 @@ def test_a_client_that_never_reads_does_not_stall_others_and_loses_its_streams(d
     front = psutil.Process(daemon.process.pid)
     before = front.memory_info().rss
     try:
-        for number in range(40):
-            request = {**GENERATE, "id": number, "max_new_tokens": 400, "logprobs": 5}
-            deaf.send(msgpack.packb(request))
+        for number in range(60):
+            deaf.send(msgpack.packb({**GENERATE, "id": number, "max_new_tokens": 400, "logprobs": 20}))
+        blocked = 0
         with Client(daemon.folder / "daemon.json") as client:
             for _ in range(5):
                 assert client.complete("hello", max_new_tokens=20, ignore_eos=True).usage["completion_tokens"] == 20
             give_up = time.monotonic() + 60
-            while client.status()["blocks"]["free"] != 256:
+            while (status := client.status())["blocks"]["free"] != 256 or not blocked:
+                blocked = max(blocked, status["requests"]["blocked"])
                 assert time.monotonic() < give_up
-                time.sleep(0.05)
+                time.sleep(0.02)
         assert front.memory_info().rss - before < 60 << 20
+        endings = []
+        while len(endings) < 60 and deaf.poll(3000):
+            event = msgpack.unpackb(deaf.recv())
+            if event["event"] in ("done", "error"):
+                endings.append(event.get("code", "done"))
+        assert "slow_consumer" in endings
+        assert set(endings) <= {"slow_consumer", "done"}
     finally:
         deaf.close()
+        context.term()
+
+
+def test_an_identity_chosen_by_the_client_is_refused(daemon):
+    """Whoever took the same one after it would get its answers."""
+    context = zmq.Context()
+    alice = context.socket(zmq.DEALER)
+    alice.setsockopt(zmq.LINGER, 0)
+    alice.setsockopt(zmq.ROUTING_ID, b"alice")
+    alice.connect(daemon.connection["endpoint"])
+    try:
+        alice.send(msgpack.packb(GENERATE))
+        refused = answer(alice)
+        assert refused["code"] == "malformed"
+        assert "identity" in refused["message"]
+    finally:
+        alice.close()
         context.term()
 
 

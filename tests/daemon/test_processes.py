@@ -134,13 +134,19 @@ def test_stopping_while_the_model_loads_works(tiny_path, folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--block-size", "0"], "block_size is 0; it must be at least 1"),
+        (["--block-size", "0"], "block_size is 0; it must be one of"),
         (["--kv-cache-dtype", "int3"], "fp8_e5m2"),
         (["--num-blocks", "8", "--max-cache", "128"], "say the same thing"),
         (["--endpoint", "tcp://0.0.0.0:5555"], "0.0.0.0 is not a loopback address"),
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--num-blocks", "1000000000"], "--max-cache"),
         (["--threads", "9999"], "threads"),
+        (["--block-size", "12"], "8, 16, 32, 64, 128"),
+        (["--max-context", "1"], "at least 2"),
+        (["--max-context", "1000000"], "at most 512"),
+        (["--max-cpu-offload-mb", "4000000"], "for swapped requests"),
+        (["--endpoint", "ipc://@abstract"], "absolute path"),
+        (["--endpoint", "tcp://127.0.0.1:99999"], "65535"),
     ],
 )
 def test_settings_that_cannot_work_end_the_start_with_a_sentence_and_code_78(tiny_path, folder, options, words):
@@ -171,6 +177,7 @@ def test_a_runtime_folder_whose_socket_paths_are_too_long_is_refused(tiny_path, 
     daemon = Daemon(tiny_path, deep)
     assert daemon.wait_end() == 78
     assert "107" in daemon.log.read_text()
+    nothing_left(deep)
 
 
 def test_a_folder_that_others_can_enter_is_refused(tiny_path, tmp_path):
@@ -224,3 +231,84 @@ def test_status_answers_quickly_while_everything_else_is_busy(tiny_path, folder)
         assert answers == [0, 0, 0]
         for stream in streams:
             assert stream.result().usage["completion_tokens"] == 100
+
+
+def test_a_folder_or_link_of_a_stranger_is_neither_read_nor_written(tiny_path, tmp_path):
+    """The default folder can lie where anybody may create it first."""
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    planted = tmp_path / "planted"
+    planted.mkdir(mode=0o755)
+    (planted / "daemon.log").symlink_to(target)
+    (planted / "daemon.json").write_text(json.dumps({"endpoint": "ipc:///nowhere", "pid": 1}))
+    link = tmp_path / "link"
+    link.symlink_to(planted)
+    for folder in (planted, link):
+        for arguments in (
+            ["start", "--detach", "--model", str(tiny_path)],
+            ["generate", "secret"],
+            ["status"],
+            ["stop"],
+        ):
+            ended = run_cli(*arguments, runtime_dir=folder)
+            assert ended.returncode == 78
+            assert "runtime_dir" in ended.stderr
+            assert "Traceback" not in ended.stderr
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("path", ["/dev/null/x", "/proc/nope"])
+def test_a_runtime_folder_that_cannot_be_made_is_named(tiny_path, path):
+    ended = run_cli("start", "--model", str(tiny_path), runtime_dir=path)
+    assert ended.returncode == 78
+    assert path in ended.stderr.replace("\n", "")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.6])
+def test_sigterm_at_any_moment_of_the_start_leaves_nothing_behind(tiny_path, folder, seconds):
+    daemon = Daemon(tiny_path, folder)
+    time.sleep(seconds)
+    children = daemon.children()
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait_end() in (0, -signal.SIGTERM)
+    wait_gone([child.pid for child in children], 6)
+    if daemon.process.returncode == 0:
+        nothing_left(folder)
+
+
+def test_an_engine_that_hangs_is_reported_and_cutting_it_still_ends_every_stream(tiny_path, folder):
+    with running(tiny_path, folder, "--num-blocks", "64", "--drain-s", "0") as daemon:
+        with Client(folder / "daemon.json") as client:
+            stream = client.generate(PROMPT, max_new_tokens=480, ignore_eos=True)
+            next(iter(stream))
+            (engine,) = daemon.children()
+            engine.suspend()
+            daemon.signal(signal.SIGTERM)
+            with pytest.raises(DeepInferError) as ended:
+                stream.result()
+            assert ended.value.code == "shutting_down"
+        assert daemon.wait_end(30) == 1
+        assert not engine.is_running()
+        nothing_left(folder)
+
+
+def test_streams_that_finish_while_admission_is_busy_keep_their_ends(tiny_path, folder):
+    with running(tiny_path, folder, "--num-blocks", "256") as daemon, Client(folder / "daemon.json") as client:
+        streams = [client.generate(PROMPT, max_new_tokens=200, ignore_eos=True) for _ in range(8)]
+        next(iter(streams[0]))
+        busy = [threading.Thread(target=client.tokenize, args=("word " * 380_000,), daemon=True) for _ in range(3)]
+        for thread in busy:
+            thread.start()
+        daemon.signal(signal.SIGTERM)
+        assert {stream.result().finish_reason for stream in streams} == {"length"}
+        assert daemon.wait_end(40) == 0
+
+
+def test_two_daemons_cannot_share_an_ipc_endpoint(tiny_path, folder, tmp_path):
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/shared.sock"
+    with running(tiny_path, folder, "--endpoint", endpoint):
+        second = Daemon(tiny_path, folder.parent / "two", "--endpoint", endpoint)
+        assert second.wait_end() == 1
+        assert "already listening" in second.log.read_text()

@@ -68,6 +68,8 @@ class Simulation:
         self.ledger.audit()
 
     def _moves(self, moves) -> None:
+        for rid in (*moves.swap_out, *moves.recomputed):
+            self._note_departure(rid)
         for rid in moves.swap_out:
             self.transfers.append((self.random.randint(0, self.slow), "out", rid))
         for rid in moves.swap_in:
@@ -79,10 +81,13 @@ class Simulation:
             self.policy.end(rid)
             self.finished[rid] = "kv_exhausted"
 
+    def _note_departure(self, rid: int) -> None:
+        """Whoever had its turn in DECODE has produced something there."""
+        entry = self.policy.entries[rid]
+        if entry.state is State.WAITING or entry.state_before_swap is State.DECODE:
+            assert self.produced[rid] > self.residencies[rid], entry
+
     def _note_return(self, rid: int) -> None:
-        before = self.residencies.get(rid)
-        if before is not None:
-            assert self.produced[rid] > before or self.policy.entries[rid].state is not State.DECODE
         self.residencies[rid] = self.produced[rid]
         self.max_parks_seen = max(self.max_parks_seen, self.policy.entries[rid].parks)
 
@@ -137,6 +142,14 @@ class Simulation:
         return (sum(self.produced.values()), len(self.finished), cached, self.swaps, len(self.transfers))
 
 
+def turn_until(simulation: Simulation, condition) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        simulation.turn()
+    raise AssertionError("it never came to that")
+
+
 def assert_all_returned(simulation: Simulation) -> None:
     assert simulation.ledger.free == simulation.num_blocks
     assert simulation.payloads == {}
@@ -148,8 +161,7 @@ def test_the_reference_smoke_swaps_and_resumes_once_a_round():
     for round_number in range(5):
         first, second = 2 * round_number, 2 * round_number + 1
         simulation.submit(first, prompt=5, new=8)
-        while simulation.produced[first] == 0:
-            simulation.turn()
+        turn_until(simulation, lambda first=first: simulation.produced[first] > 0)
         simulation.submit(second, prompt=5, new=8)
         simulation.run(200)
         assert simulation.swaps == round_number + 1
@@ -220,12 +232,54 @@ def test_nobody_is_admitted_past_a_parked_request():
     simulation.submit(0, prompt=6, new=9)
     simulation.turn(), simulation.turn(), simulation.turn()
     simulation.submit(1, prompt=9, new=6)
-    while State.SWAPPED not in {entry.state for entry in simulation.policy.entries.values()}:
-        simulation.turn()
+    turn_until(simulation, lambda: simulation.policy.entries[0].state is State.SWAPPED)
     simulation.submit(2, prompt=1, new=2)
+    waited = 0
     while simulation.policy.entries[0].state is State.SWAPPED:
         assert simulation.policy.entries[2].state is State.WAITING
+        waited += 1
+        assert waited < 200
         simulation.turn()
+    assert waited > 1
+
+
+def test_a_newcomer_of_lower_priority_pushes_nobody_out():
+    simulation = Simulation(4, config=ResidencyConfig(quantum=1), slow=0)
+    simulation.submit(0, prompt=6, new=9, priority=1)
+    turn_until(simulation, lambda: simulation.produced[0] > 2)
+    simulation.submit(1, prompt=9, new=6, priority=0)
+    simulation.run(500)
+    assert list(simulation.finished) == [0, 1]
+    assert simulation.swaps == 0
+
+
+def test_a_newcomer_of_higher_priority_does_push_out():
+    """The control arm of the one above."""
+    simulation = Simulation(4, config=ResidencyConfig(quantum=1), slow=0)
+    simulation.submit(0, prompt=6, new=9, priority=0)
+    turn_until(simulation, lambda: simulation.produced[0] > 2)
+    simulation.submit(1, prompt=9, new=6, priority=1)
+    simulation.run(500)
+    assert list(simulation.finished) == [1, 0]
+    assert simulation.swaps == 1
+
+
+@pytest.mark.parametrize("watermark", [0, 2])
+def test_a_parked_request_comes_back_only_when_the_watermark_stays_free_beside_others(watermark):
+    """Two blocks are wanted; three are free while another request runs."""
+    config = ResidencyConfig(quantum=1, watermark_blocks=watermark)
+    simulation = Simulation(6, config=config, slow=0)
+    simulation.submit(0, prompt=5, new=6)
+    turn_until(simulation, lambda: simulation.produced[0] > 0)
+    entry = simulation.policy.entries[0]
+    moves = simulation.policy.moves()
+    simulation.policy._start_swap_out(entry, moves)
+    simulation.policy.swapped_out(0)
+    simulation.payloads[0] = 2
+    simulation.submit(1, prompt=9, new=2, priority=1)
+    moves = simulation.policy.moves()
+    assert moves.admitted == [1]
+    assert (moves.swap_in == [0]) == (watermark == 0)
 
 
 def test_a_newcomer_waits_when_the_host_has_no_room_and_no_work_is_thrown_away():
