@@ -30,7 +30,7 @@ class Executor:
     """The residual stream is float32; everything else is in the model's compute dtype."""
 
     def __init__(self, model: Model, attention: PagedAttention):
-        self._model, self._attention = model, attention
+        self._model, self.attention = model, attention
         self._buffers: dict[int, _Buffers] = {}
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class Executor:
         rms_norm(residual, model.layers[0].input_norm, eps, normed)
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):
-            self._attention.forward(index, layer.qkv(normed), batch.attention, attended)
+            self.attention.forward(index, layer.qkv(normed), batch.attention, attended)
             add_rms_norm(residual, layer.o(attended), layer.post_attention_norm, eps, normed)
             silu_mul(layer.gate_up(normed), activated)
             delta = layer.down(activated)

@@ -25,6 +25,11 @@ class Int4Groups(NamedTuple):
     def permuted(self, rows: np.ndarray) -> Int4Groups:
         return Int4Groups(self.codes[rows], self.scales[rows], self.minima[rows])
 
+    def dense(self) -> np.ndarray:
+        """float32 [rows, columns]."""
+        grouped = self.codes.reshape(*self.scales.shape, GROUP) * self.scales[..., None] + self.minima[..., None]
+        return grouped.reshape(self.codes.shape)
+
 
 def q4_0(raw: np.ndarray) -> Int4Groups:
     """raw uint8 [rows, bytes]: blocks of 18, w = d * (q - 8)."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
 from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
 from deepinfer.stages.model.embedding import DenseEmbedding, Int8Embedding
 from deepinfer.stages.model.errors import CheckpointError
-from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups
+from deepinfer.stages.model.gguf_codes import GROUP, Int4Groups, Int8Groups
 from deepinfer.stages.model.heap import trim_heap
+from deepinfer.stages.model.key_bias import INLINE, KeyBias, KeyBiasRule, log_choices, sample_keys
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
 from deepinfer.stages.model.precision import choose_dtype, is_packed
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
@@ -25,18 +27,20 @@ def load_model(
     batch_invariant: bool = False,
     w4_prefill: str = "bf16-copy",
     progress: Progress = no_progress,
+    key_bias: KeyBiasRule = INLINE,
 ) -> Model:
     """Reads every tensor once and closes the checkpoint.
 
-    `dtype`: auto, fp32 or bf16 (see `precision`). `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit
-    weights for many rows (two bytes a weight more), "int4" uses the packed form always. Raises
-    CheckpointError for non-finite values and for a stored head that contradicts tie_word_embeddings.
+    `dtype`: auto, fp32 or bf16 (see `precision`). `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit weights
+    for many rows (two bytes a weight more), "int4" uses the packed form always. `key_bias` decides which layers
+    leave their key bias to the attention. Raises CheckpointError for non-finite values and for a stored head
+    that contradicts tie_word_embeddings.
     """
     if w4_prefill not in W4_PREFILL:
         raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
     compute_dtype = choose_dtype(dtype, checkpoint.source.headers)
     reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
-    build = _Builder(reader, checkpoint, batch_invariant, w4_prefill == "bf16-copy")
+    build = _Builder(reader, checkpoint, batch_invariant, w4_prefill == "bf16-copy", key_bias)
     try:
         with torch.inference_mode():
             model = build.model(compute_dtype)
@@ -48,16 +52,24 @@ def load_model(
 
 
 class _Builder:
-    def __init__(self, reader: WeightReader, checkpoint: Checkpoint, batch_invariant: bool, bf16_copy: bool):
+    def __init__(
+        self,
+        reader: WeightReader,
+        checkpoint: Checkpoint,
+        batch_invariant: bool,
+        bf16_copy: bool,
+        key_bias: KeyBiasRule,
+    ):
         self._reader, self._config = reader, checkpoint.config
         self._path, self._headers = checkpoint.path, checkpoint.source.headers
         self._batch_invariant, self._bf16_copy = batch_invariant, bf16_copy
+        self._key_bias = key_bias
 
     def model(self, compute_dtype: str) -> Model:
         tied = self._config.tie_word_embeddings
         table = self._table(EMBEDDING)
         layers = tuple(self._layer(f"model.layers.{i}") for i in range(self._config.num_layers))
-        final_norm = self._reader.norm("model.norm.weight")
+        final_norm = self._reader.vector("model.norm.weight")
         if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, table):
             raise CheckpointError(
                 f"{self._path}: tie_word_embeddings is true, yet {HEAD} differs from {EMBEDDING}; "
@@ -65,7 +77,9 @@ class _Builder:
             )
         embedding = Int8Embedding(table) if isinstance(table, Int8Groups) else DenseEmbedding(table)
         head = self._head(table if tied else self._table(HEAD))
-        return Model(self._config, compute_dtype, embedding, layers, final_norm, head, head_is_embedding=tied)
+        mode = self._key_bias.mode
+        log_choices(mode, self._config, [layer.key_bias for layer in layers])
+        return Model(self._config, compute_dtype, embedding, layers, final_norm, head, tied, key_bias_mode=mode)
 
     def _table(self, name: str) -> Int8Groups | torch.Tensor:
         """Of embedding or head: 8-bit codes as they are in bf16 compute, else dense."""
@@ -81,32 +95,65 @@ class _Builder:
 
     def _layer(self, prefix: str) -> Layer:
         config = self._config
-        q, k, v, o = (f"{prefix}.self_attn.{part}_proj" for part in "qkvo")
+        o = f"{prefix}.self_attn.o_proj"
         gate, up, down = (f"{prefix}.mlp.{part}_proj" for part in ("gate", "up", "down"))
         qk_norm = None
         if config.qk_norm:
-            q_norm, k_norm = (self._reader.norm(f"{prefix}.self_attn.{part}_norm.weight") for part in "qk")
+            q_norm, k_norm = (self._reader.vector(f"{prefix}.self_attn.{part}_norm.weight") for part in "qk")
             qk_norm = (q_norm, k_norm)
+        input_norm = self._reader.vector(f"{prefix}.input_layernorm.weight")
+        qkv, key_bias = self._qkv(prefix, input_norm)
         return Layer(
-            input_norm=self._reader.norm(f"{prefix}.input_layernorm.weight"),
-            qkv=self._linear([q, k, v], config.qkv_bias),
+            input_norm=input_norm,
+            qkv=qkv,
             o=self._linear([o], config.o_bias),
-            post_attention_norm=self._reader.norm(f"{prefix}.post_attention_layernorm.weight"),
+            post_attention_norm=self._reader.vector(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self._linear([gate, up], config.mlp_bias),
             down=self._linear([down], config.mlp_bias),
             qk_norm=qk_norm,
+            key_bias=key_bias,
         )
+
+    def _qkv(self, prefix: str, input_norm: torch.Tensor) -> tuple[Linear, KeyBias | None]:
+        """The fused form. It does not add a key bias that is split, nor does a k norm allow one."""
+        config = self._config
+        names = [f"{prefix}.self_attn.{part}_proj" for part in "qkv"]
+        weights = self._weights(names)
+        if not config.qkv_bias:
+            return self._form(weights, None), None
+        q_bias, k_bias, v_bias = (self._reader.vector(f"{name}.bias") for name in names)
+        decided = None
+        if not config.qk_norm:
+            keys = sample_keys(self._key_rows(weights), input_norm)
+            decided = self._key_bias.choose(k_bias, keys, config.head_dim, self._reader.dtype)
+            if decided.split:
+                k_bias = torch.zeros_like(k_bias)
+        return self._form(weights, torch.cat((q_bias, k_bias, v_bias)).to(self._reader.dtype)), decided
+
+    def _key_rows(self, weights: torch.Tensor | Int4Groups) -> torch.Tensor:
+        """float32 [kv_size, hidden] of fused q, k and v."""
+        first, end = self._config.q_size, self._config.q_size + self._config.kv_size
+        if isinstance(weights, Int4Groups):
+            return torch.from_numpy(weights.permuted(np.arange(first, end)).dense())
+        return weights[first:end].float()
 
     def _linear(self, names: Sequence[str], has_bias: bool) -> Linear:
         bias = self._reader.matrix([f"{name}.bias" for name in names]) if has_bias else None
+        return self._form(self._weights(names), bias)
+
+    def _weights(self, names: Sequence[str]) -> torch.Tensor | Int4Groups:
         weights = [f"{name}.weight" for name in names]
         if self._reader.dtype != torch.bfloat16 or not is_packed(weights[0], self._headers):
-            return DenseLinear(self._reader.matrix(weights), bias, self._batch_invariant)
-        groups = self._reader.int4(weights)
+            return self._reader.matrix(weights)
+        return self._reader.int4(weights)
+
+    def _form(self, weights: torch.Tensor | Int4Groups, bias: torch.Tensor | None) -> Linear:
+        if isinstance(weights, torch.Tensor):
+            return DenseLinear(weights, bias, self._batch_invariant)
         return W4A16Linear(
-            torch.from_numpy(groups.codes),
-            torch.from_numpy(groups.scales),
-            torch.from_numpy(groups.minima),
+            torch.from_numpy(weights.codes),
+            torch.from_numpy(weights.scales),
+            torch.from_numpy(weights.minima),
             bias,
             GROUP,
             self._batch_invariant,

@@ -11,6 +11,7 @@ from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.linear import Linear
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.embedding import Embedding
+from deepinfer.stages.model.key_bias import KeyBias, describe
 from deepinfer.stages.model.rope import rope_tables
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,6 +28,8 @@ class Layer:
     down: Linear
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
     """float32 [head_dim] for q and for k."""
+    key_bias: KeyBias | None
+    """Where it is split, `qkv` does not add it. None without a key bias, and with a k norm."""
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
@@ -44,6 +47,7 @@ class Model:
     head: Linear
     """To float32 logits."""
     head_is_embedding: bool
+    key_bias_mode: str
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -71,11 +75,14 @@ class Model:
             "linears": dict(kinds.most_common()),
             "embedding": self.embedding.kind,
             "head": self.head.kind,
+            "kv_key_bias": describe(self.key_bias_mode, self.config, [layer.key_bias for layer in self.layers]),
         }
 
     def attention_spec(self) -> AttentionSpec:
         config = self.config
         qk_norm = [layer.qk_norm for layer in self.layers if layer.qk_norm is not None]
+        biases = [layer.key_bias for layer in self.layers]
+        key_bias = tuple(bias.values if bias is not None and bias.split else None for bias in biases)
         return AttentionSpec(
             num_layers=config.num_layers,
             num_q_heads=config.num_q_heads,
@@ -85,6 +92,7 @@ class Model:
             windows=config.windows,
             rms_norm_eps=config.rms_norm_eps,
             qk_norm=tuple(qk_norm) or None,
+            key_bias=key_bias if any(bias is not None for bias in key_bias) else None,
         )
 
     def rope_tables(self, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ class WeightReader:
     def has(self, name: str) -> bool:
         return name in self._left
 
-    def norm(self, name: str) -> torch.Tensor:
+    def vector(self, name: str) -> torch.Tensor:
         """float32 [size], memory of its own."""
         return self._dense(name).to(torch.float32, copy=True)
 
