@@ -32,8 +32,8 @@ ORPHANED = 3
 
 
 class FrontLink:
-    """The main thread's own PUSH socket to admission, for what happens before and beside the stages. In a context of its
-    own, so that `close` can wait until its last words have arrived, whatever state the stages' sockets are in."""
+    """The main thread's own PUSH socket to admission, for what happens before and beside the stages. In a context of
+    its own, so that `close` can wait until its last words have arrived, whatever state the stages' sockets are in."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()

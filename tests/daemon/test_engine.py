@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from forced_swaps import force_swaps
 
 from deepinfer.clients import DeepInferError, Done, Preempted, Resumed
 from deepinfer.daemon.engine import Engine
@@ -35,24 +35,6 @@ def settled(engine: Engine) -> None:
 
 def solo(engine: Engine, prompt: Any, **fields: Any) -> tuple[int, ...]:
     return engine.complete(prompt, **fields).ids
-
-
-def force_swaps(engine: Engine, when: Callable[[Any], bool]) -> list[int]:
-    """Swap out every running request for which `when(entry)` holds, in the decode thread, between two steps."""
-    residency = engine.host.residency
-    original = residency.moves
-    swapped: list[int] = []
-
-    def moves() -> Any:
-        decided = original()
-        for entry in list(residency.entries.values()):
-            if entry.state in (State.DECODE, State.PREFILL) and not entry.locked and when(entry):
-                swapped.append(entry.rid)
-                residency._start_swap_out(entry, decided)
-        return decided
-
-    residency.moves = moves
-    return swapped
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from forced_swaps import force_swaps
 from reference import greedy_ids
 
 from deepinfer.daemon.engine import Engine
@@ -70,6 +71,16 @@ def test_packed_weights_say_the_same_alone_in_company_chunked_and_swapped(smollm
         counters = engine.status()["counters"]
         assert counters["requests_swapped_total"] >= 1
         assert engine.status()["blocks"]["free"] == 14
+
+
+def test_packed_weights_say_the_same_when_swapped_before_every_single_token(smollm2_path):
+    fields = {"max_new_tokens": 24, "ignore_eos": True}
+    with Engine(smollm2_path, batch_invariant=True, kv_cache_dtype="fp8", num_blocks=64) as engine:
+        alone = engine.complete(TEXTS[0], **fields).ids
+        seen: set[int] = set()
+        swapped = force_swaps(engine, lambda entry: entry.length not in seen and not seen.add(entry.length))
+        assert engine.complete(TEXTS[0], **fields).ids == alone
+        assert len(swapped) >= 24
 
 
 def test_the_default_mode_stays_within_its_stated_logit_bound(smollm2_path):
