@@ -1,0 +1,50 @@
+"""Runs kernels on the GPU through CuPy, on torch's current stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.cuda.launcher import Argument, check_tensor
+from deepinfer.kernels.cuda.nvrtc import compile_kernel
+from deepinfer.kernels.cuda.source import KernelSource
+
+_DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+class CupyBackend:
+    """See `Backend`. Raises ImportError without CuPy, RuntimeError without a usable GPU."""
+
+    def __init__(self, device: int = 0) -> None:
+        import cupy
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("no CUDA device: torch sees no usable GPU")
+        self._cupy = cupy
+        major, minor = torch.cuda.get_device_capability(device)
+        self._arch = f"sm_{major}{minor}"
+        self.name = f"cuda: {torch.cuda.get_device_name(device)}"
+        self.device = f"cuda:{device}"
+
+    def compile(self, source: KernelSource) -> Any:
+        """The CuPy function of a cubin for this device. The function keeps its module alive."""
+        module = self._cupy.cuda.function.Module()
+        module.load(compile_kernel(source, self._arch).cubin)
+        return module.get_function(source.name)
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, shared_bytes: int, *args: Argument) -> None:
+        """See `Backend.launch`."""
+        if shared_bytes > _DEFAULT_SHARED_BYTES:
+            raise ValueError(
+                f"{shared_bytes} bytes of shared memory, more than the {_DEFAULT_SHARED_BYTES} of a launch"
+            )
+        stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+        kernel(grid, (block, 1, 1), [self._convert(arg) for arg in args], shared_mem=shared_bytes, stream=stream)
+
+    def _convert(self, arg: Argument) -> Any:
+        if isinstance(arg, Tensor):
+            return np.uintp(check_tensor(arg, self.device))
+        return np.int32(arg) if isinstance(arg, int) else np.float32(arg)

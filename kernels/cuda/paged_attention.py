@@ -1,0 +1,173 @@
+"""Paged attention through the CUDA kernels, on whatever back end runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.attention import AttentionSpec
+from deepinfer.kernels.attention_batch import AttentionBatch
+from deepinfer.kernels.cuda.decode_plan import MAX_CONTEXT, MERGE_SHARED_BYTES, THREADS, DecodePlan, num_partitions
+from deepinfer.kernels.cuda.launcher import Backend
+from deepinfer.kernels.kv_formats import BlockLayout
+
+_ACTIVATION_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_WARPS_PER_WRITE = 4
+
+
+class _Kernels:
+    """The compiled kernels of one activation type."""
+
+    def __init__(self, backend: Backend, plan: DecodePlan, kind: int, qk_norm: bool) -> None:
+        self.write = backend.compile(plan.write_source(kind, qk_norm))
+        self.decode = backend.compile(plan.decode_source())
+        self.merge = backend.compile(plan.merge_source(kind))
+
+
+@dataclass
+class _Workspace:
+    """What one batch needs on the device, made for its first layer and kept for the others."""
+
+    positions: Tensor
+    row_seq: Tensor
+    block_tables: Tensor
+    nonfinite_rows: Tensor
+    queries: Tensor
+    partial_sums: Tensor
+    partial_softmax: Tensor
+    max_partitions: dict[int, int]
+    """By window."""
+
+
+class CudaAttention:
+    """See `PagedAttention`.
+
+    Args:
+        pool, cos, sin: on the back end's device.
+
+    Raises ValueError for shapes and codecs that no kernel exists for, CompileError with the compiler's log.
+    """
+
+    def __init__(
+        self, backend: Backend, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor
+    ) -> None:
+        group = spec.num_q_heads // spec.num_kv_heads
+        self.plan = DecodePlan(layout.k, layout.v, spec.head_dim, group, layout.block_size)
+        self.name = f"{self.plan.decode_source().name} ({backend.name})"
+        self._backend, self._spec, self._layout = backend, spec, layout
+        self._pool, self._cos, self._sin = pool, cos, sin
+        self._counters = torch.zeros(spec.num_layers, 2, dtype=torch.int32, device=backend.device)
+        self._norms = [
+            tuple(weight.to(backend.device, torch.float32).contiguous() for weight in pair)
+            for pair in spec.qk_norm or [(cos[0], cos[0])] * spec.num_layers
+        ]
+        self._kernels: dict[torch.dtype, _Kernels] = {}
+
+    @property
+    def kv_saturated_total(self) -> int:
+        return int(self._counters[:, 0].sum())
+
+    @property
+    def kv_nonfinite_total(self) -> int:
+        return int(self._counters[:, 1].sum())
+
+    def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+        """See `PagedAttention.forward`; fp16 activations too. `qkv` and `out` are on the back end's device."""
+        if batch.num_rows == 0:
+            return
+        if batch.workspace is None:
+            batch.workspace = self._prepare(batch)
+        workspace: _Workspace = batch.workspace
+        kernels = self._kernels_for(qkv.dtype)
+        self._write(kernels.write, layer, qkv, workspace)
+        self._attend(kernels, layer, out, workspace)
+        if int(self._counters[layer, 1]):
+            batch.nonfinite_rows |= workspace.nonfinite_rows.cpu().numpy().astype(bool)
+
+    def _prepare(self, batch: AttentionBatch) -> _Workspace:
+        spec, device = self._spec, self._backend.device
+        batch.check(self._layout.block_size, len(self._pool), min(len(self._cos), MAX_CONTEXT))
+        context = batch.positions.astype(np.int64) + 1
+        partitions = {
+            window: int(num_partitions(np.minimum(context, window) if window else context).max())
+            for window in set(spec.windows)
+        }
+        rows, heads, most = batch.num_rows, spec.num_q_heads, max(partitions.values())
+        return _Workspace(
+            positions=torch.from_numpy(batch.positions).to(device),
+            row_seq=torch.from_numpy(batch.row_seq).to(device),
+            block_tables=torch.from_numpy(batch.block_tables).to(device),
+            nonfinite_rows=torch.zeros(rows, dtype=torch.uint8, device=device),
+            queries=torch.empty(rows, heads, spec.head_dim, device=device),
+            partial_sums=torch.empty(rows, heads, most, spec.head_dim, device=device),
+            partial_softmax=torch.empty(rows, heads, most, 2, device=device),
+            max_partitions=partitions,
+        )
+
+    def _kernels_for(self, dtype: torch.dtype) -> _Kernels:
+        if dtype not in self._kernels:
+            if dtype not in _ACTIVATION_KINDS:
+                raise ValueError(f"activations of {dtype}: CUDA kernels take fp32, bf16 and fp16")
+            kind = _ACTIVATION_KINDS[dtype]
+            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self._spec.qk_norm is not None)
+        return self._kernels[dtype]
+
+    def _write(self, kernel: Any, layer: int, qkv: Tensor, workspace: _Workspace) -> None:
+        spec = self._spec
+        heads = spec.num_q_heads + 2 * spec.num_kv_heads
+        self._backend.launch(
+            kernel,
+            (-(-heads // _WARPS_PER_WRITE), len(workspace.positions), 1),
+            32 * _WARPS_PER_WRITE,
+            0,
+            self._pool,
+            workspace.queries,
+            self._counters[layer],
+            workspace.nonfinite_rows,
+            qkv,
+            self._cos,
+            self._sin,
+            *self._norms[layer],
+            *self._places(layer, workspace),
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            float(spec.rms_norm_eps),
+        )
+
+    def _attend(self, kernels: _Kernels, layer: int, out: Tensor, workspace: _Workspace) -> None:
+        spec, window, rows = self._spec, self._spec.windows[layer], len(workspace.positions)
+        partitions = workspace.max_partitions[window]
+        partials = workspace.partial_sums, workspace.partial_softmax
+        self._backend.launch(
+            kernels.decode,
+            (partitions, spec.num_kv_heads, rows),
+            THREADS,
+            self.plan.shared_bytes,
+            *partials,
+            workspace.queries,
+            self._pool,
+            *self._places(layer, workspace),
+            window,
+            float(spec.scale),
+        )
+        self._backend.launch(
+            kernels.merge,
+            (spec.num_q_heads, rows, 1),
+            THREADS,
+            MERGE_SHARED_BYTES,
+            out,
+            *partials,
+            workspace.positions,
+            window,
+            partitions,
+        )
+
+    def _places(self, layer: int, workspace: _Workspace) -> tuple[Tensor | int, ...]:
+        """Where the rows' blocks are and where `layer` lies in a block: the kernels' common parameters."""
+        offsets = self._layout.layer_offsets(layer)
+        tables = workspace.block_tables, workspace.positions, workspace.row_seq
+        return *tables, workspace.block_tables.shape[1], self._layout.block_bytes, *offsets

@@ -1,0 +1,333 @@
+// Attention of one query row over one partition of its paged context, for all query heads of one KV head.
+//
+// Grid (partitions, KV heads, rows), 128 threads. A partition is walked in chunks of 128 tokens. The K tiles of a chunk,
+// then its V tiles, are staged in shared memory by asynchronous 16-byte copies, one tile ahead. With K, a thread
+// multiplies one slice of one token's key with all queries of the group; with V, it keeps four dimensions of all heads.
+// Scores, softmax (online, from chunk to chunk) and sums are fp32.
+//
+// Macros: HEAD_DIM, GROUP, BLOCK_SIZE, K_CODEC, V_CODEC, and of the plan in decode_plan.py GROUP_PADDED, K_SLICES,
+// V_SLICES, STAGE_BYTES, CTAS_PER_SM.
+#include "codecs.h"
+#include "partitions.h"
+
+#define THREADS 128
+#define WARPS (THREADS / 32)
+#define CHUNK 128
+#define LOG2_E 1.4426950408889634f
+#define MINUS_INFINITY bits_float(0xff800000u)
+
+typedef Decoder<K_CODEC> K;
+typedef Decoder<V_CODEC> V;
+
+// One side's tile in shared memory: THREADS / SLICES tokens, each a row of 16-byte pieces. Rows are an odd multiple of
+// SLICES pieces apart, so that eight neighbouring threads never meet in a bank.
+template <class SIDE, int SLICES>
+struct Tile {
+    static constexpr int TOKENS = THREADS / SLICES;
+    static constexpr int PIECES = HEAD_DIM * SIDE::ITEM_BYTES / 16;
+    static constexpr int PIECES_EACH = PIECES / SLICES;
+    static constexpr int ROW_BYTES = (PIECES + (PIECES_EACH % 2 ? 0 : SLICES)) * 16;
+    static_assert(PIECES_EACH * SLICES == PIECES, "slices must divide a row");
+    static_assert(TOKENS * ROW_BYTES <= STAGE_BYTES, "a tile must fit its stage");
+};
+typedef Tile<K, K_SLICES> KTile;
+typedef Tile<V, V_SLICES> VTile;
+
+// Where things lie in shared memory, in bytes. The sums that are gathered at the end lie over all of it.
+struct Layout {
+    static constexpr int QUERIES = 2 * STAGE_BYTES;                           // float [GROUP, HEAD_DIM]
+    static constexpr int SCORES = QUERIES + GROUP * HEAD_DIM * 4;             // float [CHUNK, GROUP_PADDED]
+    static constexpr int REDUCE = SCORES + CHUNK * GROUP_PADDED * 4;          // float [WARPS, GROUP_PADDED]
+    static constexpr int RESCALE = REDUCE + WARPS * GROUP_PADDED * 4;         // float [GROUP_PADDED]
+    static constexpr int K_SCALES = RESCALE + GROUP_PADDED * 4;               // half [LARGEST_PARTITION]
+    static constexpr int V_SCALES = K_SCALES + K::SCALED * LARGEST_PARTITION * 2;  // half [LARGEST_PARTITION]
+    static constexpr int BLOCKS = V_SCALES + V::SCALED * LARGEST_PARTITION * 2;    // int [blocks of a partition]
+};
+
+struct Partition {
+    const u8* pool;
+    const int* blocks;  // shared: block ids, from the one that holds `begin`
+    i64 block_bytes;
+    int begin, tokens, first_block, kv_head;
+
+    __device__ __forceinline__ const u8* block_of(int position) const {
+        return pool + i64(blocks[position / BLOCK_SIZE - first_block]) * block_bytes;
+    }
+    __device__ __forceinline__ int slot_of(int position) const {
+        return kv_head * BLOCK_SIZE + position % BLOCK_SIZE;
+    }
+};
+
+// Starts the copies of the tile that begins at token `first`. Tokens past the partition become zeros and are not read.
+template <class TILE>
+__device__ __forceinline__ void stage_tile(const Partition& part, int side_offset, int first, u8* stage) {
+    DP_UNROLL
+    for (int i = 0; i < TILE::PIECES_EACH; ++i) {
+        const int piece = i * THREADS + threadIdx.x;
+        const int row = piece / TILE::PIECES, column = piece % TILE::PIECES;
+        const bool valid = first + row < part.tokens;
+        const int position = part.begin + (valid ? first + row : 0);
+        const u8* source = part.block_of(position) + side_offset + part.slot_of(position) * (TILE::PIECES * 16);
+        copy_16_async(stage + row * TILE::ROW_BYTES + column * 16, source + column * 16, valid);
+    }
+    copies_commit();
+}
+
+// The place of a query's dimension in shared memory: the four floats that neighbouring slices read at the same time lie
+// side by side.
+__device__ __forceinline__ int query_place(int dim) {
+    constexpr int PIECE_ELEMENTS = 16 / K::ITEM_BYTES;
+    const int piece = dim / PIECE_ELEMENTS, quad = dim % PIECE_ELEMENTS / 4;
+    const int row = piece / K_SLICES * (PIECE_ELEMENTS / 4) + quad;
+    return (row * K_SLICES + piece % K_SLICES) * 4 + dim % 4;
+}
+
+// Scores of one K tile, of which `valid` tokens are real: thread = token and slice.
+__device__ __forceinline__ void score_tile(const u8* stage, const float* queries, const u16* k_scales, int valid,
+                                           float* scores) {
+    constexpr int QUADS = 4 / K::ITEM_BYTES;
+    const int slice = threadIdx.x % K_SLICES, row = threadIdx.x / K_SLICES;
+    const u8* keys = stage + row * KTile::ROW_BYTES + slice * 16;
+    float sums[GROUP] = {};
+    K::Memory memory;
+#pragma unroll(GROUP <= 2 ? KTile::PIECES_EACH : 1)
+    for (int j = 0; j < KTile::PIECES_EACH; ++j) {
+        const Words4 loaded = *reinterpret_cast<const Words4*>(keys + j * K_SLICES * 16);
+        const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+        DP_UNROLL
+        for (int quad = 0; quad < QUADS; ++quad) {
+            float key[4];
+            K::decode4(words + quad * K::ITEM_BYTES, key, memory);
+            const int place = ((j * QUADS + quad) * K_SLICES + slice) * 4;
+            DP_UNROLL
+            for (int head = 0; head < GROUP; ++head) {
+                const Float4 q = *reinterpret_cast<const Float4*>(queries + head * HEAD_DIM + place);
+                sums[head] = fma_rn(q.x, key[0], sums[head]);
+                sums[head] = fma_rn(q.y, key[1], sums[head]);
+                sums[head] = fma_rn(q.z, key[2], sums[head]);
+                sums[head] = fma_rn(q.w, key[3], sums[head]);
+            }
+        }
+    }
+    const float poison = memory.poison(0) + memory.poison(1) + memory.poison(2) + memory.poison(3);
+    const bool real = row < valid;
+    const float scale = K::SCALED ? half_to_float(k_scales[real ? row : 0]) : 1.0f;
+    DP_UNROLL
+    for (int head = 0; head < GROUP; ++head) {
+        float score = sums[head] + poison;
+        DP_UNROLL
+        for (int mask = 1; mask < K_SLICES; mask *= 2) score = add_rn(score, shuffle_xor(score, mask));
+        if (slice == 0) scores[row * GROUP_PADDED + head] = real ? score * scale : MINUS_INFINITY;
+    }
+}
+
+// Combines one value of every thread with those of the threads of the same head. All threads get the result.
+template <bool MAXIMUM>
+__device__ __forceinline__ float reduce_by_head(float value, float* buffer) {
+    DP_UNROLL
+    for (int mask = GROUP_PADDED; mask < 32; mask *= 2) {
+        const float other = shuffle_xor(value, mask);
+        value = MAXIMUM ? max_f(value, other) : add_rn(value, other);
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane < GROUP_PADDED) buffer[warp * GROUP_PADDED + lane] = value;
+    __syncthreads();
+    value = buffer[threadIdx.x % GROUP_PADDED];
+    DP_UNROLL
+    for (int other = 1; other < WARPS; ++other) {
+        const float theirs = buffer[other * GROUP_PADDED + threadIdx.x % GROUP_PADDED];
+        value = MAXIMUM ? max_f(value, theirs) : add_rn(value, theirs);
+    }
+    __syncthreads();
+    return value;
+}
+
+// The softmax of one head so far: the largest score (base 2), the sum of probabilities relative to it.
+struct Softmax {
+    float largest, sum;
+};
+
+// Scores of a chunk become probabilities, times the V scale, in place; zeros past `tokens`. `rescale` gets what earlier
+// sums must be multiplied with. Thread = head, and every (THREADS / GROUP_PADDED)-th token.
+__device__ __forceinline__ void soften(float* scores, const u16* v_scales, int tokens, float* buffer, float* rescale,
+                                       Softmax& softmax) {
+    constexpr int STEP = THREADS / GROUP_PADDED;
+    const int head = threadIdx.x % GROUP_PADDED, first = threadIdx.x / GROUP_PADDED;
+    const bool is_head = head < GROUP;
+    float largest = is_head ? softmax.largest : 0.0f, sum = 0.0f;
+    for (int token = first; token < tokens; token += STEP)
+        if (is_head) largest = max_f(largest, scores[token * GROUP_PADDED + head]);
+    largest = reduce_by_head<true>(largest, buffer);
+    for (int token = first; token < CHUNK; token += STEP) {
+        float* const place = scores + token * GROUP_PADDED + head;
+        const bool real = is_head && token < tokens;
+        const float probability = real ? exp2_fast(*place - largest) : 0.0f;
+        sum = add_rn(sum, probability);
+        *place = V::SCALED && real ? probability * half_to_float(v_scales[token]) : probability;
+    }
+    const float factor = exp2_fast(softmax.largest - largest);
+    if (threadIdx.x < GROUP_PADDED) rescale[head] = factor;
+    softmax.sum = fma_rn(softmax.sum, factor, reduce_by_head<false>(sum, buffer));
+    softmax.largest = largest;
+}
+
+// The probabilities of one token for all heads of the group.
+__device__ __forceinline__ void load_probabilities(const float* row, float* values) {
+    if constexpr (GROUP_PADDED >= 4) {
+        DP_UNROLL
+        for (int head = 0; head < GROUP_PADDED; head += 4) {
+            const Float4 four = *reinterpret_cast<const Float4*>(row + head);
+            values[head] = four.x, values[head + 1] = four.y, values[head + 2] = four.z, values[head + 3] = four.w;
+        }
+    } else {
+        DP_UNROLL
+        for (int head = 0; head < GROUP_PADDED; ++head) values[head] = row[head];
+    }
+}
+
+// As much as the registers of CTAS_PER_SM allow without spilling.
+constexpr int MIX_UNROLL = GROUP <= 4 ? 4 : K::ITEM_BYTES == V::ITEM_BYTES ? 2 : 1;
+
+// Adds one V tile: thread = four dimensions of every TOKENS_AT_ONCE-th token.
+constexpr int ROW_THREADS = HEAD_DIM / 4, TOKENS_AT_ONCE = THREADS / ROW_THREADS;
+__device__ __forceinline__ void mix_tile(const u8* stage, const float* probabilities, float (*sums)[4],
+                                         V::Memory& memory) {
+    const u8* column = stage + threadIdx.x % ROW_THREADS * 4 * V::ITEM_BYTES;
+#pragma unroll(MIX_UNROLL)
+    for (int token = threadIdx.x / ROW_THREADS; token < VTile::TOKENS; token += TOKENS_AT_ONCE) {
+        u32 words[V::ITEM_BYTES];
+        if constexpr (V::ITEM_BYTES == 2) {
+            const Words2 loaded = *reinterpret_cast<const Words2*>(column + token * VTile::ROW_BYTES);
+            words[0] = loaded.x, words[1] = loaded.y;
+        } else {
+            words[0] = *reinterpret_cast<const u32*>(column + token * VTile::ROW_BYTES);
+        }
+        float value[4], probability[GROUP_PADDED];
+        V::decode4(words, value, memory);
+        load_probabilities(probabilities + token * GROUP_PADDED, probability);
+        DP_UNROLL
+        for (int head = 0; head < GROUP; ++head) {
+            DP_UNROLL
+            for (int i = 0; i < 4; ++i) sums[head][i] = fma_rn(probability[head], value[i], sums[head][i]);
+        }
+    }
+}
+
+__device__ __forceinline__ void swap_stages(u8*& stage, u8*& next) {
+    u8* const before = stage;
+    stage = next;
+    next = before;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+    KERNEL_NAME(float* __restrict__ partial_sums,     // [rows, query heads, partitions, HEAD_DIM]
+                float* __restrict__ partial_softmax,  // [rows, query heads, partitions, 2]: maximum, sum
+                const float* __restrict__ queries,    // [rows, query heads, HEAD_DIM], rotated
+                const u8* __restrict__ pool, const int* __restrict__ block_tables, const int* __restrict__ positions,
+                const int* __restrict__ row_seq, int max_blocks, int block_bytes, int k_offset, int v_offset,
+                int k_scale_offset, int v_scale_offset, int window, float softmax_scale) {
+    DP_SHARED(shared);
+    float* const q_shared = reinterpret_cast<float*>(shared + Layout::QUERIES);
+    float* const scores = reinterpret_cast<float*>(shared + Layout::SCORES);
+    float* const buffer = reinterpret_cast<float*>(shared + Layout::REDUCE);
+    float* const rescale = reinterpret_cast<float*>(shared + Layout::RESCALE);
+    u16* const k_scales = reinterpret_cast<u16*>(shared + Layout::K_SCALES);
+    u16* const v_scales = reinterpret_cast<u16*>(shared + Layout::V_SCALES);
+    int* const blocks = reinterpret_cast<int*>(shared + Layout::BLOCKS);
+    const int row = blockIdx.z, kv_head = blockIdx.y, thread = threadIdx.x;
+
+    const int position = positions[row], visible = visible_tokens(position, window);
+    const int size = partition_tokens(visible), offset = int(blockIdx.x) * size;
+    if (offset >= visible) return;
+    Partition part;
+    part.pool = pool;
+    part.blocks = blocks;
+    part.block_bytes = block_bytes;
+    part.begin = position + 1 - visible + offset;
+    part.tokens = visible - offset < size ? visible - offset : size;
+    part.first_block = part.begin / BLOCK_SIZE;
+    part.kv_head = kv_head;
+
+    const int last_block = (part.begin + part.tokens - 1) / BLOCK_SIZE;
+    const int* const table = block_tables + i64(row_seq[row]) * max_blocks + part.first_block;
+    for (int i = thread; i <= last_block - part.first_block; i += THREADS) blocks[i] = table[i];
+    __syncthreads();
+
+    stage_tile<KTile>(part, k_offset, 0, shared);
+
+    const i64 first_head = (i64(row) * gridDim.y + kv_head) * GROUP;
+    const float factor = softmax_scale * (LOG2_E * K::FACTOR);
+    for (int i = thread; i < GROUP * HEAD_DIM; i += THREADS)
+        q_shared[i / HEAD_DIM * HEAD_DIM + query_place(i % HEAD_DIM)] = queries[first_head * HEAD_DIM + i] * factor;
+    if constexpr (K::SCALED || V::SCALED) {
+        for (int i = thread; i < part.tokens; i += THREADS) {
+            const u8* const block = part.block_of(part.begin + i);
+            const int slot = part.slot_of(part.begin + i);
+            if (K::SCALED) k_scales[i] = reinterpret_cast<const u16*>(block + k_scale_offset)[slot];
+            if (V::SCALED) v_scales[i] = reinterpret_cast<const u16*>(block + v_scale_offset)[slot];
+        }
+    }
+
+    // A tile is computed from one stage while the next one is copied into the other. The barrier says both that the tile
+    // is there for every thread, and that nobody still reads the stage that is filled next.
+    u8 *stage = shared, *next = shared + STAGE_BYTES;
+    float sums[GROUP][4] = {};
+    V::Memory memory;
+    Softmax softmax = {MINUS_INFINITY, 0.0f};
+    const bool mixing = thread < ROW_THREADS * TOKENS_AT_ONCE;
+    for (int chunk = 0; chunk < part.tokens; chunk += CHUNK) {
+        const int tokens = part.tokens - chunk < CHUNK ? part.tokens - chunk : CHUNK;
+        for (int first = 0; first < tokens; first += KTile::TOKENS) {
+            copies_wait<0>();
+            __syncthreads();
+            if (first + KTile::TOKENS < tokens)
+                stage_tile<KTile>(part, k_offset, chunk + first + KTile::TOKENS, next);
+            else
+                stage_tile<VTile>(part, v_offset, chunk, next);
+            score_tile(stage, q_shared, k_scales + chunk + first, tokens - first, scores + first * GROUP_PADDED);
+            swap_stages(stage, next);
+        }
+        __syncthreads();
+        soften(scores, v_scales + chunk, tokens, buffer, rescale, softmax);
+        DP_UNROLL
+        for (int head = 0; head < GROUP; ++head) {
+            DP_UNROLL
+            for (int i = 0; i < 4; ++i) sums[head][i] *= rescale[head];
+        }
+        for (int first = 0; first < tokens; first += VTile::TOKENS) {
+            copies_wait<0>();
+            __syncthreads();
+            if (first + VTile::TOKENS < tokens)
+                stage_tile<VTile>(part, v_offset, chunk + first + VTile::TOKENS, next);
+            else if (chunk + CHUNK < part.tokens)
+                stage_tile<KTile>(part, k_offset, chunk + CHUNK, next);
+            if (mixing) mix_tile(stage, scores + first * GROUP_PADDED, sums, memory);
+            swap_stages(stage, next);
+        }
+    }
+    __syncthreads();
+
+    float* const gathered = reinterpret_cast<float*>(shared);
+    if (mixing) {
+        float* const mine = gathered + (thread / ROW_THREADS * GROUP * ROW_THREADS + thread % ROW_THREADS) * 4;
+        for (int head = 0; head < GROUP; ++head) {
+            DP_UNROLL
+            for (int i = 0; i < 4; ++i)
+                mine[head * HEAD_DIM + i] = sums[head][i] * V::FACTOR + memory.poison(i);
+        }
+    }
+    __syncthreads();
+    const i64 partitions = gridDim.x, partition = blockIdx.x;
+    for (int i = thread; i < GROUP * HEAD_DIM; i += THREADS) {
+        float total = gathered[i];
+        for (int other = 1; other < TOKENS_AT_ONCE; ++other)
+            total = add_rn(total, gathered[other * GROUP * HEAD_DIM + i]);
+        const i64 slot = (first_head + i / HEAD_DIM) * partitions + partition;
+        partial_sums[slot * HEAD_DIM + i % HEAD_DIM] = total;
+    }
+    if (thread < GROUP) {
+        float* const place = partial_softmax + ((first_head + thread) * partitions + partition) * 2;
+        place[0] = softmax.largest;
+        place[1] = softmax.sum;
+    }
+}
