@@ -1,0 +1,124 @@
+"""The 4-bit matmul through the CUDA kernels, on whatever back end runs them. Called as those of kernels.linear."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.cuda.kernel_table import compiled
+from deepinfer.kernels.cuda.launcher import Backend
+from deepinfer.kernels.cuda.w4_kernels import DEQUANT_WARPS, MAX_ROWS, dequant_source, gemv_source, plan_gemv
+from deepinfer.kernels.cuda.w4_tiles import TILE_OUTPUTS, pack_tiles
+
+WORKSPACE_BYTES = 16 << 20
+"""16-bit weights that exist at a time when many rows are multiplied."""
+
+
+class CudaW4A16Linear:
+    """Group-wise 4-bit weights w = scale * code + minimum, bf16 or fp16 activations, summed in fp32.
+
+    Up to 16 rows go through `dp_w4a16_gemv`, whose rows are bit-equal for every row count.
+
+    Args:
+        codes: uint8 [M, K], 0 .. 15. scales, minima: fp32 [M, K / group_size]; kept in fp16.
+        bias: [M], kept in fp32, or None. group_size: 32, 64 or 128.
+        batch_invariant: more rows go through the same kernel too, 16 at a time. Otherwise the weights become 16-bit
+            ones, a piece at a time, for the library's matmul.
+        out_dtype: dtype of y if it is not that of x.
+
+    Raises ValueError for shapes that do not fit, CompileError with the compiler's log.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        codes: Tensor,
+        scales: Tensor,
+        minima: Tensor,
+        bias: Tensor | None,
+        group_size: int,
+        batch_invariant: bool,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        if bias is not None and bias.shape != codes.shape[:1]:
+            raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
+        self.tiles = pack_tiles(codes, scales, minima, group_size, backend.device)
+        self._backend, self._out_dtype, self._batch_invariant = backend, out_dtype, batch_invariant
+        self._bias = None if bias is None else bias.to(backend.device, torch.float32).contiguous()
+        self.kind = f"w4a16 gemv ({backend.name})"
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.tiles.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    @property
+    def step_bytes(self) -> int:
+        return self.weight_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, K] to [N, M]."""
+        y = torch.empty(len(x), self.tiles.outputs, dtype=self._out_dtype or x.dtype, device=x.device)
+        self.multiply(x, y)
+        return y
+
+    def multiply(self, x: Tensor, y: Tensor) -> None:
+        """Write the product of x, bf16 or fp16 [N, K], to y, fp32, bf16 or fp16 [N, M]. Both contiguous."""
+        if x.dim() != 2 or x.shape[1] != self.tiles.inputs or y.shape != (len(x), self.tiles.outputs):
+            want = f"[N, {self.tiles.inputs}] and [N, {self.tiles.outputs}]"
+            raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must be {want}")
+        if len(x) > MAX_ROWS and not self._batch_invariant:
+            self._multiply_dense(x, y)
+            return
+        for first in range(0, len(x), MAX_ROWS):
+            self._multiply_rows(x[first : first + MAX_ROWS], y[first : first + MAX_ROWS])
+
+    def _multiply_rows(self, x: Tensor, y: Tensor) -> None:
+        """Up to `MAX_ROWS` rows."""
+        tiles, plan = self.tiles, plan_gemv(self.tiles, len(x))
+        source = gemv_source(plan, tiles, x.dtype, y.dtype, self._bias is not None)
+        self._backend.launch(
+            compiled(self._backend, source),
+            (tiles.output_tiles // plan.m_tiles, 1, 1),
+            plan.threads,
+            plan.shared_bytes,
+            y,
+            x,
+            tiles.codes,
+            tiles.scales,
+            tiles.scales if self._bias is None else self._bias,
+            len(x),
+            tiles.inputs,
+            tiles.outputs,
+            tiles.unit,
+        )
+
+    def _multiply_dense(self, x: Tensor, y: Tensor) -> None:
+        tiles = self.tiles
+        step = max(1, WORKSPACE_BYTES // (2 * TILE_OUTPUTS * tiles.inputs))
+        workspace = torch.empty(step * TILE_OUTPUTS, tiles.inputs, dtype=x.dtype, device=x.device)
+        for first_tile in range(0, tiles.output_tiles, step):
+            first, last = first_tile * TILE_OUTPUTS, min((first_tile + step) * TILE_OUTPUTS, tiles.outputs)
+            weights = self.dequantise(workspace, first_tile)[: last - first]
+            bias = None if self._bias is None else self._bias[first:last].to(x.dtype)
+            y[:, first:last] = F.linear(x, weights, bias)
+
+    def dequantise(self, weights: Tensor, first_tile: int) -> Tensor:
+        """Write the weights of the outputs from 16 * `first_tile` on to `weights`, bf16 or fp16 [16 n, K]; give it
+        back. Rows of outputs that do not exist stay as they are."""
+        tiles = self.tiles
+        output_tiles = min(len(weights) // TILE_OUTPUTS, tiles.output_tiles - first_tile)
+        self._backend.launch(
+            compiled(self._backend, dequant_source(tiles, weights.dtype)),
+            (-(-tiles.input_tiles // DEQUANT_WARPS), output_tiles, 1),
+            32 * DEQUANT_WARPS,
+            0,
+            weights,
+            tiles.codes,
+            tiles.scales,
+            tiles.inputs,
+            tiles.outputs,
+            first_tile,
+            tiles.unit,
+        )
+        return weights

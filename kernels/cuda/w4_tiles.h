@@ -1,0 +1,87 @@
+// How 4-bit weights lie in memory: w4_tiles.py packs them, this reads them.
+//
+// A tile is 16 outputs by 64 inputs, 512 bytes: 16 bytes for each lane of a warp, in the order of the tensor core's
+// left operand. Lane 4 g + t has the inputs 8 t to 8 t + 7 and 32 + 8 t to 32 + 8 t + 7 of the outputs g and g + 8;
+// word s of its four has four of them, from 32 (s / 2) + 8 t + 4 (s % 2) on, for both outputs. Nibbles i and i + 4 of a
+// word are the two elements of register i of the operand.
+//
+// Macros: GROUP_SIZE (32, 64, 128), MINIMA: 1 for w = scale * code + minimum, 0 for w = scale * (code - 8).
+#pragma once
+#include "mma.h"
+
+#define TILE_OUTPUTS 16
+#define TILE_INPUTS 64
+#define TILE_STEPS 4
+#define LANE (threadIdx.x % 32)
+
+// Scales and minima of the outputs g and g + 8 for the groups of a tile, as halves: scale and minimum of an output in
+// one word, or without minima the scales of both outputs in one word.
+struct Scales {
+    static constexpr int GROUPS = GROUP_SIZE < TILE_INPUTS ? TILE_INPUTS / GROUP_SIZE : 1;
+    static constexpr int TILES = GROUP_SIZE > TILE_INPUTS ? GROUP_SIZE / TILE_INPUTS : 1;
+    static constexpr int WORDS = MINIMA ? 2 * GROUPS : GROUPS;
+    u32 words[WORDS];
+
+    __device__ __forceinline__ float scale(int group, int upper) const {
+        return half_to_float(MINIMA ? u16(words[(2 * group + upper) % WORDS]) : u16(words[group] >> (16 * upper)));
+    }
+    __device__ __forceinline__ float minimum(int group, int upper) const {
+        return half_to_float(u16(words[(2 * group + upper) % WORDS] >> 16));
+    }
+};
+
+// The weights as one lane reads them: tiles are counted from the output tile that it was made for.
+struct Weights {
+    const Words4* codes;
+    const u32* scales;
+    int input_tiles;
+
+    __device__ __forceinline__ Weights(const Words4* all_codes, const u32* all_scales, int inputs, int first_tile) {
+        input_tiles = (inputs + TILE_INPUTS - 1) / TILE_INPUTS;
+        codes = all_codes + i64(first_tile) * input_tiles * 32 + LANE;
+        scales = all_scales + (i64(first_tile) * groups() * 8 + LANE / 4) * Scales::WORDS;
+    }
+    // Of one output.
+    __device__ __forceinline__ int groups() const { return (input_tiles + Scales::TILES - 1) / Scales::TILES; }
+
+    __device__ __forceinline__ Words4 load_codes(int output_tile, int input_tile) const {
+        return load_once(codes + (output_tile * input_tiles + input_tile) * 32);
+    }
+    __device__ __forceinline__ Scales load_scales(int output_tile, int input_tile) const {
+        const u32* const source =
+            scales + (output_tile * groups() + input_tile / Scales::TILES) * (8 * Scales::WORDS);
+        Scales loaded;
+        if constexpr (Scales::WORDS == 4) {
+            const Words4 words = *reinterpret_cast<const Words4*>(source);
+            loaded.words[0] = words.x, loaded.words[1] = words.y, loaded.words[2] = words.z, loaded.words[3] = words.w;
+        } else if constexpr (Scales::WORDS == 2) {
+            const Words2 words = *reinterpret_cast<const Words2*>(source);
+            loaded.words[0] = words.x, loaded.words[1] = words.y;
+        } else {
+            loaded.words[0] = *source;
+        }
+        return loaded;
+    }
+};
+
+// The eight codes of a word as four registers of the operand, exact: code with minima, else code - 8. A nibble under
+// the exponent of 1024 (fp16) or 128 (bf16) is that number plus the code; four bits higher, which fp16 has room for, it
+// is 1024 plus 16 times the code.
+template <int KIND>
+__device__ __forceinline__ void unpack_codes(u32 word, u32* pairs) {
+    if (KIND == 1) {
+        constexpr u32 OFFSET = MINIMA ? 0xc300c300u : 0xc308c308u;
+        DP_UNROLL
+        for (int i = 0; i < 4; ++i)
+            pairs[i] = fma_pairs<1>(mask_or(word >> (4 * i), 0x000f000fu, 0x43004300u), Pairs<1>::ONES, OFFSET);
+    } else {
+        constexpr u32 LOW_OFFSET = MINIMA ? 0xe400e400u : 0xe408e408u;
+        constexpr u32 HIGH_OFFSET = MINIMA ? 0xd400d400u : 0xd480d480u;
+        DP_UNROLL
+        for (int i = 0; i < 4; i += 2) {
+            const u32 shifted = word >> (4 * i);
+            pairs[i] = fma_pairs<2>(mask_or(shifted, 0x000f000fu, 0x64006400u), Pairs<2>::ONES, LOW_OFFSET);
+            pairs[i + 1] = fma_pairs<2>(mask_or(shifted, 0x00f000f0u, 0x64006400u), 0x2c002c00u, HIGH_OFFSET);
+        }
+    }
+}
