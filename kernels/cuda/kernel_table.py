@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from deepinfer.kernels.cuda.launcher import Backend
 from deepinfer.kernels.cuda.source import KernelSource
 
+_kernels: WeakKeyDictionary[Backend, dict[KernelSource, Any]] = WeakKeyDictionary()
 
-@functools.cache
+
 def compiled(backend: Backend, source: KernelSource) -> Any:
     """The handle for `backend.launch`. Raises CompileError with the compiler's log."""
-    return backend.compile(source)
+    table = _kernels.setdefault(backend, {})
+    if source not in table:
+        table[source] = backend.compile(source)
+    return table[source]

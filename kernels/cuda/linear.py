@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.cuda.kernel_table import compiled
 from deepinfer.kernels.cuda.launcher import Backend
-from deepinfer.kernels.cuda.w4_kernels import DEQUANT_WARPS, MAX_ROWS, dequant_source, gemv_source, plan_gemv
+from deepinfer.kernels.cuda.w4_kernels import DEQUANT_WARPS, MAX_ROWS, GemvPlan, dequant_source, gemv_source, plan_gemv
 from deepinfer.kernels.cuda.w4_tiles import TILE_OUTPUTS, pack_tiles
 
 WORKSPACE_BYTES = 16 << 20
@@ -46,6 +48,7 @@ class CudaW4A16Linear:
         self.tiles = pack_tiles(codes, scales, minima, group_size, backend.device)
         self._backend, self._out_dtype, self._batch_invariant = backend, out_dtype, batch_invariant
         self._bias = None if bias is None else bias.to(backend.device, torch.float32).contiguous()
+        self._gemv: dict[tuple[int, torch.dtype, torch.dtype], tuple[Any, GemvPlan]] = {}
         self.kind = f"w4a16 gemv ({backend.name})"
 
     @property
@@ -75,10 +78,9 @@ class CudaW4A16Linear:
 
     def _multiply_rows(self, x: Tensor, y: Tensor) -> None:
         """Up to `MAX_ROWS` rows."""
-        tiles, plan = self.tiles, plan_gemv(self.tiles, len(x))
-        source = gemv_source(plan, tiles, x.dtype, y.dtype, self._bias is not None)
+        tiles, (kernel, plan) = self.tiles, self._gemv_for(len(x), x.dtype, y.dtype)
         self._backend.launch(
-            compiled(self._backend, source),
+            kernel,
             (tiles.output_tiles // plan.m_tiles, 1, 1),
             plan.threads,
             plan.shared_bytes,
@@ -92,6 +94,14 @@ class CudaW4A16Linear:
             tiles.outputs,
             tiles.unit,
         )
+
+    def _gemv_for(self, rows: int, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[Any, GemvPlan]:
+        plan = plan_gemv(self.tiles, rows)
+        key = plan.n_tiles, dtype, out_dtype
+        if key not in self._gemv:
+            source = gemv_source(plan, self.tiles, dtype, out_dtype, self._bias is not None)
+            self._gemv[key] = compiled(self._backend, source), plan
+        return self._gemv[key]
 
     def _multiply_dense(self, x: Tensor, y: Tensor) -> None:
         tiles = self.tiles
