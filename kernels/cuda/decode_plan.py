@@ -34,6 +34,7 @@ class DecodePlan:
     head_dim: int
     group: int
     block_size: int
+    key_bias: bool = False
 
     def __post_init__(self) -> None:
         names = ", ".join(codec.name for codec in CUDA_CODECS)
@@ -66,7 +67,7 @@ class DecodePlan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: stages, queries, scores, reduction, scales, block ids; or the final sums."""
-        floats = self.group * self.head_dim + self.group_padded * (_CHUNK + _WARPS + 1)
+        floats = (self.group + self.key_bias) * self.head_dim + self.group_padded * (_CHUNK + _WARPS + 1)
         halves = (self.k.scaled + self.v.scaled) * _LARGEST_PARTITION
         blocks = _LARGEST_PARTITION // self.block_size + 1
         parts = 2 * self.stage_bytes + 4 * (floats + blocks) + 2 * halves
@@ -91,6 +92,7 @@ class DecodePlan:
             (
                 *self._shape(),
                 ("GROUP", self.group),
+                ("KEY_BIAS", int(self.key_bias)),
                 ("GROUP_PADDED", self.group_padded),
                 ("K_SLICES", _slices(self.head_dim, self.k)),
                 ("V_SLICES", _slices(self.head_dim, self.v)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,13 @@ _WARPS_PER_WRITE = 4
 class _Kernels:
     """The compiled kernels of one activation type."""
 
-    def __init__(self, backend: Backend, plan: DecodePlan, kind: int, qk_norm: bool) -> None:
-        self.write = backend.compile(plan.write_source(kind, qk_norm))
-        self.decode = backend.compile(plan.decode_source())
+    def __init__(self, backend: Backend, plan: DecodePlan, kind: int, spec: AttentionSpec) -> None:
+        self.write = backend.compile(plan.write_source(kind, spec.qk_norm is not None))
         self.merge = backend.compile(plan.merge_source(kind))
+        splits = {spec.split_key_bias(layer) is not None for layer in range(spec.num_layers)}
+        plans = {split: replace(plan, key_bias=split) for split in splits}
+        self.decode = {split: (backend.compile(it.decode_source()), it.shared_bytes) for split, it in plans.items()}
+        """By whether the layer's keys lack their bias: the kernel and its shared memory."""
 
 
 @dataclass
@@ -65,6 +68,8 @@ class CudaAttention:
             tuple(weight.to(backend.device, torch.float32).contiguous() for weight in pair)
             for pair in spec.qk_norm or [(cos[0], cos[0])] * spec.num_layers
         ]
+        biases = [spec.split_key_bias(layer) for layer in range(spec.num_layers)]
+        self._key_biases = [None if bias is None else bias.to(backend.device) for bias in biases]
         self._kernels: dict[torch.dtype, _Kernels] = {}
 
     @property
@@ -75,8 +80,16 @@ class CudaAttention:
     def kv_nonfinite_total(self) -> int:
         return int(self._counters[:, 1].sum())
 
+    def kv_counts(self) -> list[tuple[int, int]]:
+        """See `PagedAttention.kv_counts`. Waits for the device."""
+        return [(saturated, nonfinite) for saturated, nonfinite in self._counters.tolist()]
+
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-        """See `PagedAttention.forward`; fp16 activations too. `qkv` and `out` are on the back end's device."""
+        """See `PagedAttention.forward`; fp16 activations too. `qkv` and `out` are on the back end's device.
+
+        `batch.nonfinite_rows` is brought up to date by the last layer, which waits for the device.
+        """
+        self._check_rows(qkv, batch, out)
         if batch.num_rows == 0:
             return
         if batch.workspace is None:
@@ -85,8 +98,18 @@ class CudaAttention:
         kernels = self._kernels_for(qkv.dtype)
         self._write(kernels.write, layer, qkv, workspace)
         self._attend(kernels, layer, out, workspace)
-        if int(self._counters[layer, 1]):
+        if layer == self._spec.num_layers - 1:
             batch.nonfinite_rows |= workspace.nonfinite_rows.cpu().numpy().astype(bool)
+
+    def _check_rows(self, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+        spec, rows = self._spec, batch.num_rows
+        want = (
+            (rows, (spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim),
+            (rows, spec.num_q_heads * spec.head_dim),
+        )
+        if (qkv.shape, out.shape) != want or qkv.dtype != out.dtype:
+            got = f"{qkv.dtype} {tuple(qkv.shape)} and {out.dtype} {tuple(out.shape)}"
+            raise ValueError(f"qkv and out must be of one type and {want[0]} and {want[1]}, not {got}")
 
     def _prepare(self, batch: AttentionBatch) -> _Workspace:
         spec, device = self._spec, self._backend.device
@@ -113,7 +136,7 @@ class CudaAttention:
             if dtype not in _ACTIVATION_KINDS:
                 raise ValueError(f"activations of {dtype}: CUDA kernels take fp32, bf16 and fp16")
             kind = _ACTIVATION_KINDS[dtype]
-            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self._spec.qk_norm is not None)
+            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self._spec)
         return self._kernels[dtype]
 
     def _write(self, kernel: Any, layer: int, qkv: Tensor, workspace: _Workspace) -> None:
@@ -142,17 +165,22 @@ class CudaAttention:
         spec, window, rows = self._spec, self._spec.windows[layer], len(workspace.positions)
         partitions = workspace.max_partitions[window]
         partials = workspace.partial_sums, workspace.partial_softmax
+        bias = self._key_biases[layer]
+        kernel, shared_bytes = kernels.decode[bias is not None]
         self._backend.launch(
-            kernels.decode,
+            kernel,
             (partitions, spec.num_kv_heads, rows),
             THREADS,
-            self.plan.shared_bytes,
+            shared_bytes,
             *partials,
             workspace.queries,
             self._pool,
             *self._places(layer, workspace),
             window,
             float(spec.scale),
+            self._cos if bias is None else bias,
+            self._cos,
+            self._sin,
         )
         self._backend.launch(
             kernels.merge,

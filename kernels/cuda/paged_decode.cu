@@ -5,7 +5,8 @@
 // multiplies one slice of one token's key with all queries of the group; with V, it keeps four dimensions of all heads.
 // Scores, softmax (online, from chunk to chunk) and sums are fp32.
 //
-// Macros: HEAD_DIM, GROUP, BLOCK_SIZE, K_CODEC, V_CODEC, and of the plan in decode_plan.py GROUP_PADDED, K_SLICES,
+// Macros: HEAD_DIM, GROUP, BLOCK_SIZE, K_CODEC, V_CODEC, KEY_BIAS (0, 1: keys are stored without their bias, and
+// RoPE(bias, position) is added here), and of the plan in decode_plan.py GROUP_PADDED, K_SLICES,
 // V_SLICES, STAGE_BYTES, CTAS_PER_SM.
 #include "codecs.h"
 #include "partitions.h"
@@ -39,7 +40,8 @@ struct Layout {
     static constexpr int SCORES = QUERIES + GROUP * HEAD_DIM * 4;             // float [CHUNK, GROUP_PADDED]
     static constexpr int REDUCE = SCORES + CHUNK * GROUP_PADDED * 4;          // float [WARPS, GROUP_PADDED]
     static constexpr int RESCALE = REDUCE + WARPS * GROUP_PADDED * 4;         // float [GROUP_PADDED]
-    static constexpr int K_SCALES = RESCALE + GROUP_PADDED * 4;               // half [LARGEST_PARTITION]
+    static constexpr int BIAS = RESCALE + GROUP_PADDED * 4;                   // float [HEAD_DIM]
+    static constexpr int K_SCALES = BIAS + KEY_BIAS * HEAD_DIM * 4;           // half [LARGEST_PARTITION]
     static constexpr int V_SCALES = K_SCALES + K::SCALED * LARGEST_PARTITION * 2;  // half [LARGEST_PARTITION]
     static constexpr int BLOCKS = V_SCALES + V::SCALED * LARGEST_PARTITION * 2;    // int [blocks of a partition]
 };
@@ -82,6 +84,11 @@ __device__ __forceinline__ int query_place(int dim) {
     return (row * K_SLICES + piece % K_SLICES) * 4 + dim % 4;
 }
 
+__device__ __forceinline__ float dot4(const float* four, const float* other) {
+    const Float4 x = *reinterpret_cast<const Float4*>(four);
+    return fma_rn(x.x, other[0], fma_rn(x.y, other[1], fma_rn(x.z, other[2], x.w * other[3])));
+}
+
 // Scores of one K tile, of which `valid` tokens are real: thread = token and slice.
 __device__ __forceinline__ void score_tile(const u8* stage, const float* queries, const u16* k_scales, int valid,
                                            float* scores) {
@@ -119,6 +126,30 @@ __device__ __forceinline__ void score_tile(const u8* stage, const float* queries
         for (int mask = 1; mask < K_SLICES; mask *= 2) score = add_rn(score, shuffle_xor(score, mask));
         if (slice == 0) scores[row * GROUP_PADDED + head] = real ? score * scale : MINUS_INFINITY;
     }
+}
+
+// Adds to the scores of a chunk what the keys' bias contributes: queries times RoPE(bias, position). Thread = token.
+__device__ __forceinline__ void add_bias_scores(const float* bias, const float* queries, const float* cos,
+                                                const float* sin, float* scores) {
+    constexpr int HALF_DIM = HEAD_DIM / 2;
+    float sums[GROUP] = {};
+#pragma unroll 1
+    for (int dim = 0; dim < HALF_DIM; dim += 4) {
+        const Float4 c = *reinterpret_cast<const Float4*>(cos + dim), s = *reinterpret_cast<const Float4*>(sin + dim);
+        const Float4 low = *reinterpret_cast<const Float4*>(bias + dim);
+        const Float4 high = *reinterpret_cast<const Float4*>(bias + HALF_DIM + dim);
+        const float first[4] = {low.x * c.x - high.x * s.x, low.y * c.y - high.y * s.y, low.z * c.z - high.z * s.z,
+                                low.w * c.w - high.w * s.w};
+        const float second[4] = {high.x * c.x + low.x * s.x, high.y * c.y + low.y * s.y, high.z * c.z + low.z * s.z,
+                                 high.w * c.w + low.w * s.w};
+        DP_UNROLL
+        for (int head = 0; head < GROUP; ++head) {
+            const float* const query = queries + head * HEAD_DIM;
+            sums[head] += dot4(query + query_place(dim), first) + dot4(query + query_place(HALF_DIM + dim), second);
+        }
+    }
+    DP_UNROLL
+    for (int head = 0; head < GROUP; ++head) scores[head] += sums[head] * (1.0f / K::FACTOR);
 }
 
 // Combines one value of every thread with those of the threads of the same head. All threads get the result.
@@ -225,7 +256,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
                 const float* __restrict__ queries,    // [rows, query heads, HEAD_DIM], rotated
                 const u8* __restrict__ pool, const int* __restrict__ block_tables, const int* __restrict__ positions,
                 const int* __restrict__ row_seq, int max_blocks, int block_bytes, int k_offset, int v_offset,
-                int k_scale_offset, int v_scale_offset, int window, float softmax_scale) {
+                int k_scale_offset, int v_scale_offset, int window, float softmax_scale,
+                const float* __restrict__ key_bias,                             // [KV heads, HEAD_DIM]; read if KEY_BIAS
+                const float* __restrict__ cos, const float* __restrict__ sin) {  // [positions, HEAD_DIM / 2]; the same
     DP_SHARED(shared);
     float* const q_shared = reinterpret_cast<float*>(shared + Layout::QUERIES);
     float* const scores = reinterpret_cast<float*>(shared + Layout::SCORES);
@@ -259,6 +292,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     const float factor = softmax_scale * (LOG2_E * K::FACTOR);
     for (int i = thread; i < GROUP * HEAD_DIM; i += THREADS)
         q_shared[i / HEAD_DIM * HEAD_DIM + query_place(i % HEAD_DIM)] = queries[first_head * HEAD_DIM + i] * factor;
+    float* const bias = reinterpret_cast<float*>(shared + Layout::BIAS);
+    if constexpr (KEY_BIAS)
+        for (int i = thread; i < HEAD_DIM; i += THREADS) bias[i] = key_bias[kv_head * HEAD_DIM + i];
     if constexpr (K::SCALED || V::SCALED) {
         for (int i = thread; i < part.tokens; i += THREADS) {
             const u8* const block = part.block_of(part.begin + i);
@@ -288,6 +324,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
             swap_stages(stage, next);
         }
         __syncthreads();
+        if constexpr (KEY_BIAS) {
+            const i64 angles = i64(part.begin + chunk + thread) * (HEAD_DIM / 2);
+            if (thread < tokens)
+                add_bias_scores(bias, q_shared, cos + angles, sin + angles, scores + thread * GROUP_PADDED);
+            __syncthreads();
+        }
         soften(scores, v_scales + chunk, tokens, buffer, rescale, softmax);
         DP_UNROLL
         for (int head = 0; head < GROUP; ++head) {

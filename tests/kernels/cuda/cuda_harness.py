@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from kernel_harness import rope_tables
@@ -20,7 +22,9 @@ class Stored:
     What no context uses is 0xff: NaN in every float format, in codes and in scales.
     """
 
-    def __init__(self, fmt, lengths, heads=(4, 2), head_dim=64, block_size=16, new=1, window=0, seed=0, qk_norm=False):
+    def __init__(
+        self, fmt, lengths, heads=(4, 2), head_dim=64, block_size=16, new=1, window=0, seed=0, qk_norm=False, bias=0.0
+    ):
         generator = torch.Generator().manual_seed(seed)
         self.fmt = resolve_kv_format(fmt)
         self.new = [min(new, length) for length in lengths]
@@ -29,6 +33,9 @@ class Stored:
         self.spec = AttentionSpec(
             2, num_q, num_kv, head_dim, head_dim**-0.5, (0, window), 1e-6, (norm, norm) if norm else None
         )
+        if bias:
+            one = bias * torch.randn(num_kv * head_dim, generator=generator)
+            self.spec = replace(self.spec, key_bias=(None, one))
         self.layout = self.fmt.layout(2, num_kv, head_dim, block_size)
         counts = [-(-length // block_size) for length in lengths]
         order = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32).numpy()

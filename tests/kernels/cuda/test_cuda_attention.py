@@ -1,5 +1,7 @@
 """The CUDA paged attention, executed through the host shim, against the plain torch reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -157,3 +159,38 @@ def test_a_batch_without_rows_is_nothing_to_do(backend):
     case = Stored("fp16", (5,))
     batch = AttentionBatch(np.zeros(0), np.zeros(0), np.zeros((0, 1)), [0])
     case.cuda(backend, case.contents).forward(0, case.qkv[:0], batch, torch.empty(0, 256))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    ("fmt", "head_dim", "heads"),
+    [
+        ("fp16", 64, (2, 2)),
+        ("int8", 128, (7, 1)),
+        ("e4m3", 80, (3, 1)),
+        ("e4m3/e5m2", 256, (16, 1)),
+        ("bf16", 96, (4, 2)),
+    ],
+)
+def test_keys_without_their_bias_get_it_when_they_are_read(backend, fmt, head_dim, heads, layer):
+    """Only layer 1 has a bias; it is of the size of the keys, so that leaving it out shows."""
+    case = Stored(fmt, (1, 150, 40), heads, head_dim, window=33, bias=2.0)
+    expected, got, *pools = case.both(backend, layer)
+    assert torch.equal(*pools)
+    check_close(expected, got, limit=1e-5)
+    case.spec = replace(case.spec, key_bias=None)
+    without, _ = case.run(case.cuda(backend, case.contents), layer)
+    assert torch.equal(without, got) == (layer == 0)
+
+
+def test_large_key_biases_keep_their_accuracy(backend):
+    expected, got, *_ = Stored("int8", (200,), (4, 2), 128, bias=60.0).both(backend)
+    check_close(expected, got, limit=1e-3)
+
+
+def test_activations_of_another_shape_are_refused(backend):
+    case = Stored("fp16", (5,))
+    attention = case.cuda(backend, case.contents)
+    for qkv, out in ((case.qkv[:, :-1], (1, 256)), (case.qkv, (1, 255)), (case.qkv.half(), (1, 256))):
+        with pytest.raises(ValueError, match="qkv and out must be"):
+            attention.forward(0, qkv, case.batch(), torch.empty(out))

@@ -20,9 +20,9 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path))
 
 
-def plan(fmt="fp16", head_dim=64, group=1, block_size=16):
+def plan(fmt="fp16", head_dim=64, group=1, block_size=16, key_bias=False):
     pair = resolve_kv_format(fmt)
-    return DecodePlan(pair.k, pair.v, head_dim, group, block_size)
+    return DecodePlan(pair.k, pair.v, head_dim, group, block_size, key_bias)
 
 
 def check(source, registers):
@@ -46,11 +46,19 @@ def test_paged_decode_compiles_without_spills_for_every_head_dim(index, fmt):
         check_decode(plan(fmt, head_dim, GROUPS[turn % len(GROUPS)], BLOCK_SIZES[turn % len(BLOCK_SIZES)]))
 
 
+@pytest.mark.parametrize(("index", "head_dim"), list(enumerate(HEAD_DIMS)))
+def test_paged_decode_with_a_key_bias_compiles_without_spills(index, head_dim):
+    for step, fmt in enumerate(FORMATS):
+        if (index + step) % 3 == 0:
+            check_decode(plan(fmt, head_dim, GROUPS[step], key_bias=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("fmt", "head_dim"), list(itertools.product(FORMATS, HEAD_DIMS)))
 def test_paged_decode_compiles_without_spills_for_every_group(fmt, head_dim):
     for group in range(1, MAX_GROUP + 1):
         check_decode(plan(fmt, head_dim, group, BLOCK_SIZES[group % len(BLOCK_SIZES)]))
+        check_decode(plan(fmt, head_dim, group, key_bias=True))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -73,7 +81,7 @@ def test_the_ptx_of_a_kernel_is_made_for_compute_86():
 
 def test_shared_memory_stays_within_what_every_launch_may_have():
     for fmt, head_dim, group, block_size in itertools.product(FORMATS, HEAD_DIMS, range(1, 17), BLOCK_SIZES):
-        assert plan(fmt, head_dim, group, block_size).shared_bytes <= 48 * 1024
+        assert plan(fmt, head_dim, group, block_size, key_bias=True).shared_bytes <= 48 * 1024
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_log(tmp_path, own_cache, backend):
