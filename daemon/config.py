@@ -29,7 +29,11 @@ class EngineConfig:
     """What the engine needs to know. Travels to the engine process as JSON."""
 
     model: str = setting("smollm2-135m", "A folder, a GGUF file, an alias, or a hub id.")
-    device: str = setting("auto", "Where the model runs.", ("auto", "cpu"))
+    device: str = setting(
+        "auto",
+        "Where the model runs. host-emulation is the CUDA kernels on the CPU, for tests.",
+        ("auto", "cpu", "cuda", "host-emulation"),
+    )
     dtype: str = setting("auto", "Compute dtype.", ("auto", "fp32", "bf16"))
     kv_cache_dtype: str = setting("auto", "KV format: auto, fp16, int8, fp8_e4m3, fp8_e5m2, or a pair K/V.")
     kv_key_bias: str = setting(

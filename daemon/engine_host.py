@@ -11,9 +11,10 @@ import zmq
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.planner import PoolPlan, plan_pool
 from deepinfer.daemon.topology import Topology
-from deepinfer.kernels import resolve_kv_format
-from deepinfer.kernels.attention import make_attention
+from deepinfer.kernels import BlockLayout, resolve_kv_format
+from deepinfer.kernels.attention import PagedAttention
 from deepinfer.kernels.cpu_runtime import configure_threads, describe
+from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.stages.decode import DecodeStage
 from deepinfer.stages.memory.arena import HostArena
 from deepinfer.stages.memory.entries import ResidencyConfig
@@ -54,11 +55,14 @@ class EngineHost:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         config.check()
         self.config = config
-        self.device = "cpu" if config.device == "auto" else config.device
         self.threads = config.threads or len(os.sched_getaffinity(0))
         try:
             configure_threads(self.threads)
         except ValueError as error:
+            raise ConfigError(str(error)) from error
+        try:
+            self.ops = open_device(config.device)
+        except DeviceError as error:
             raise ConfigError(str(error)) from error
         checkpoint = open_checkpoint(resolve_model(config.model))
         model_config = checkpoint.config
@@ -77,19 +81,13 @@ class EngineHost:
         self.plan: PoolPlan = plan_pool(config, layout, self.max_context, weight_bytes)
         self.max_context = min(self.max_context, self.plan.token_capacity + 1)
         key_bias = KeyBiasRule(config.kv_key_bias, self.kv_format.k)
-        self.model = load_model(checkpoint, config.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias)
-        self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format)
+        self.model = load_model(
+            checkpoint, config.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
+        )
+        self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
         budget = config.max_cpu_offload_mb << 20 if config.cpu_offload else 0
         self.arena = HostArena(budget, layout.block_bytes)
-        self.attention = make_attention(
-            config.attention,
-            self.model.attention_spec(),
-            layout,
-            self.kv_format,
-            self.pool.data,
-            *self.model.rope_tables(self.max_context),
-            batch_invariant=config.batch_invariant,
-        )
+        self.attention = self._attention(layout)
         self.executor = Executor(self.model, self.attention)
         self.requests: dict[int, Request] = {}
         self.stages: list[Stage] = []
@@ -99,6 +97,16 @@ class EngineHost:
             return resolve_kv_format(self.config.kv_cache_dtype, compute_dtype=dtype)
         except ValueError as error:
             raise ConfigError(f"kv_cache_dtype: {error}") from error
+
+    def _attention(self, layout: BlockLayout) -> PagedAttention:
+        config = self.config
+        spec, tables = self.model.attention_spec(), self.model.rope_tables(self.max_context)
+        try:
+            return self.ops.attention(
+                config.attention, spec, layout, self.kv_format, self.pool.data, *tables, config.batch_invariant
+            )
+        except ValueError as error:
+            raise ConfigError(f"no attention for this model and these settings: {error}") from error
 
     def start(
         self, context: zmq.Context, topology: Topology, vocabulary: Vocabulary, copy: CopyRows = copy_rows
@@ -180,7 +188,7 @@ class EngineHost:
         return {
             "model": self.config.model,
             **self.model.describe(),
-            "device": self.device,
+            "device": self.ops.name,
             "threads": self.threads,
             "kv_cache_dtype": self.kv_format.name,
             "attention": self.attention.name,

@@ -6,7 +6,17 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("daemon", "stages", "stages/memory", "stages/model", "stages/text", "kernels", "kernels/cpu", "clients")
+FOLDERS = (
+    "daemon",
+    "stages",
+    "stages/memory",
+    "stages/model",
+    "stages/text",
+    "kernels",
+    "kernels/cpu",
+    "kernels/cuda",
+    "clients",
+)
 
 
 def first_sentence(path: Path) -> str:

@@ -27,7 +27,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tiny_llama(folder: Path) -> Path:
+def save_tiny_llama(folder: Path, head_dim: int = 16) -> Path:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=264,
@@ -36,7 +36,7 @@ def save_tiny_llama(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=MAX_CONTEXT,
         eos_token_id=0,
         bos_token_id=None,

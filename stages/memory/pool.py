@@ -14,11 +14,11 @@ class KVPool:
     SwapOut or SwapIn names, each only while that message is out.
     """
 
-    def __init__(self, num_blocks: int, layout: BlockLayout, kv_format: KVFormat) -> None:
+    def __init__(self, num_blocks: int, layout: BlockLayout, kv_format: KVFormat, device: str = "cpu") -> None:
         self.num_blocks = num_blocks
         self.layout = layout
         self.format = kv_format
-        self.data = torch.zeros((num_blocks, layout.block_bytes), dtype=torch.uint8)
+        self.data = torch.zeros((num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
 
     @property
     def bytes(self) -> int:

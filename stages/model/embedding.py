@@ -21,7 +21,7 @@ class Embedding(Protocol):
         ...
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int32 [N], valid ids -> float32 [N, hidden], memory of its own."""
+        """int32 [N], valid ids, on the table's device -> float32 [N, hidden], memory of its own."""
         ...
 
 
@@ -49,8 +49,9 @@ class Int8Embedding:
 
     kind = "int8 groups"
 
-    def __init__(self, groups: Int8Groups):
-        self._codes, self._scales = torch.from_numpy(groups.codes), torch.from_numpy(groups.scales)
+    def __init__(self, groups: Int8Groups, device: str = "cpu"):
+        self._codes = torch.from_numpy(groups.codes).to(device)
+        self._scales = torch.from_numpy(groups.scales).to(device)
 
     @property
     def nbytes(self) -> int:

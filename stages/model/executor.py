@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from deepinfer.kernels.attention import AttentionBatch, PagedAttention
-from deepinfer.kernels.elementwise import add_rms_norm, rms_norm, silu_mul
 from deepinfer.stages.model.model import Model
 
 
@@ -35,33 +34,36 @@ class Executor:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """float32 logits [R, vocab], owned by the caller. K and V of all N rows are in the pool afterwards.
+        """float32 logits [R, vocab] on the model's device, owned by the caller. K and V of all N rows are in the pool
+        afterwards.
 
         `batch.attention.nonfinite_rows` (bool [N]) then marks rows whose K or V was NaN or infinite: their
         requests must end. The pool holds zeros in those places, so nobody else is touched. Non-finite
         logits are the sampler's to report.
         """
-        model, eps = self._model, self._model.config.rms_norm_eps
+        model, ops, eps = self._model, self._model.ops, self._model.config.rms_norm_eps
         rows = batch.token_ids.shape[0]
         normed, attended, activated = self._buffers_for(rows)
-        residual = model.embedding(batch.token_ids)
-        rms_norm(residual, model.layers[0].input_norm, eps, normed)
+        residual = model.embedding(batch.token_ids.to(ops.device))
+        ops.rms_norm(residual, model.layers[0].input_norm, eps, normed)
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):
             self.attention.forward(index, layer.qkv(normed), batch.attention, attended)
-            add_rms_norm(residual, layer.o(attended), layer.post_attention_norm, eps, normed)
-            silu_mul(layer.gate_up(normed), activated)
+            ops.add_rms_norm(residual, layer.o(attended), layer.post_attention_norm, eps, normed)
+            ops.silu_mul(layer.gate_up(normed), activated)
             delta = layer.down(activated)
             if index < last:
-                add_rms_norm(residual, delta, model.layers[index + 1].input_norm, eps, normed)
+                ops.add_rms_norm(residual, delta, model.layers[index + 1].input_norm, eps, normed)
         return self._logits(residual, delta, batch.logits_rows)
 
     def _logits(self, residual: torch.Tensor, delta: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         if wanted.shape[0] == 0:
             return torch.empty(0, self._model.config.vocab_size)
+        ops = self._model.ops
+        wanted = wanted.to(ops.device)
         residual, delta = residual[wanted], delta[wanted]
-        normed = torch.empty(delta.shape, dtype=delta.dtype)
-        add_rms_norm(residual, delta, self._model.final_norm, self._model.config.rms_norm_eps, normed)
+        normed = torch.empty_like(delta)
+        ops.add_rms_norm(residual, delta, self._model.final_norm, self._model.config.rms_norm_eps, normed)
         return self._model.head(normed)
 
     def _buffers_for(self, rows: int) -> _Buffers:
@@ -69,10 +71,9 @@ class Executor:
         found = self._buffers.get(rows)
         if found is not None:
             return found
-        config, dtype = self._model.config, self._model.torch_dtype
-        made = _Buffers(
-            *(torch.empty(rows, n, dtype=dtype) for n in (config.hidden_size, config.q_size, config.intermediate_size))
-        )
+        config, dtype, device = self._model.config, self._model.torch_dtype, self._model.ops.device
+        widths = config.hidden_size, config.q_size, config.intermediate_size
+        made = _Buffers(*(torch.empty(rows, width, dtype=dtype, device=device) for width in widths))
         if rows <= 64:
             self._buffers[rows] = made
         return made

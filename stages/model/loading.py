@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
+from deepinfer.kernels.linear import Linear
+from deepinfer.kernels.ops import CpuOps, Ops
 from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
 from deepinfer.stages.model.embedding import DenseEmbedding, Int8Embedding
 from deepinfer.stages.model.errors import CheckpointError
@@ -28,19 +29,20 @@ def load_model(
     w4_prefill: str = "bf16-copy",
     progress: Progress = no_progress,
     key_bias: KeyBiasRule = INLINE,
+    ops: Ops | None = None,
 ) -> Model:
     """Reads every tensor once and closes the checkpoint.
 
     `dtype`: auto, fp32 or bf16 (see `precision`). `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit weights
     for many rows (two bytes a weight more), "int4" uses the packed form always. `key_bias` decides which layers
-    leave their key bias to the attention. Raises CheckpointError for non-finite values and for a stored head
-    that contradicts tie_word_embeddings.
+    leave their key bias to the attention. `ops`: the device, the CPU by default. Raises CheckpointError for
+    non-finite values and for a stored head that contradicts tie_word_embeddings.
     """
     if w4_prefill not in W4_PREFILL:
         raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
     compute_dtype = choose_dtype(dtype, checkpoint.source.headers)
     reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
-    build = _Builder(reader, checkpoint, batch_invariant, w4_prefill == "bf16-copy", key_bias)
+    build = _Builder(reader, checkpoint, batch_invariant, w4_prefill == "bf16-copy", key_bias, ops or CpuOps())
     try:
         with torch.inference_mode():
             model = build.model(compute_dtype)
@@ -59,27 +61,32 @@ class _Builder:
         batch_invariant: bool,
         bf16_copy: bool,
         key_bias: KeyBiasRule,
+        ops: Ops,
     ):
         self._reader, self._config = reader, checkpoint.config
         self._path, self._headers = checkpoint.path, checkpoint.source.headers
         self._batch_invariant, self._bf16_copy = batch_invariant, bf16_copy
-        self._key_bias = key_bias
+        self._key_bias, self._ops = key_bias, ops
 
     def model(self, compute_dtype: str) -> Model:
         tied = self._config.tie_word_embeddings
         table = self._table(EMBEDDING)
         layers = tuple(self._layer(f"model.layers.{i}") for i in range(self._config.num_layers))
-        final_norm = self._reader.vector("model.norm.weight")
+        final_norm = self._norm("model.norm.weight")
         if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, table):
             raise CheckpointError(
                 f"{self._path}: tie_word_embeddings is true, yet {HEAD} differs from {EMBEDDING}; "
                 "one of the two is wrong"
             )
-        embedding = Int8Embedding(table) if isinstance(table, Int8Groups) else DenseEmbedding(table)
+        device = self._ops.device
+        embedding = Int8Embedding(table, device) if isinstance(table, Int8Groups) else DenseEmbedding(table.to(device))
         head = self._head(table if tied else self._table(HEAD))
         mode = self._key_bias.mode
         log_choices(mode, self._config, [layer.key_bias for layer in layers])
-        return Model(self._config, compute_dtype, embedding, layers, final_norm, head, tied, key_bias_mode=mode)
+        return Model(self._config, compute_dtype, embedding, layers, final_norm, head, tied, mode, self._ops)
+
+    def _norm(self, name: str) -> torch.Tensor:
+        return self._reader.vector(name).to(self._ops.device)
 
     def _table(self, name: str) -> Int8Groups | torch.Tensor:
         """Of embedding or head: 8-bit codes as they are in bf16 compute, else dense."""
@@ -89,9 +96,9 @@ class _Builder:
     def _head(self, table: Int8Groups | torch.Tensor) -> Linear:
         """Gives float32: logits rounded to bf16 would cost as much as all other rounding together."""
         if isinstance(table, torch.Tensor):
-            return DenseLinear(table, None, self._batch_invariant, out_dtype=torch.float32)
+            return self._ops.dense(table, None, self._batch_invariant, torch.float32)
         scales = torch.from_numpy(table.scales).float()
-        return W8A16Linear(torch.from_numpy(table.codes), scales, None, out_dtype=torch.float32)
+        return self._ops.w8a16(torch.from_numpy(table.codes), scales, torch.float32)
 
     def _layer(self, prefix: str) -> Layer:
         config = self._config
@@ -104,10 +111,10 @@ class _Builder:
         input_norm = self._reader.vector(f"{prefix}.input_layernorm.weight")
         qkv, key_bias = self._qkv(prefix, input_norm)
         return Layer(
-            input_norm=input_norm,
+            input_norm=input_norm.to(self._ops.device),
             qkv=qkv,
             o=self._linear([o], config.o_bias),
-            post_attention_norm=self._reader.vector(f"{prefix}.post_attention_layernorm.weight"),
+            post_attention_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self._linear([gate, up], config.mlp_bias),
             down=self._linear([down], config.mlp_bias),
             qk_norm=qk_norm,
@@ -149,8 +156,8 @@ class _Builder:
 
     def _form(self, weights: torch.Tensor | Int4Groups, bias: torch.Tensor | None) -> Linear:
         if isinstance(weights, torch.Tensor):
-            return DenseLinear(weights, bias, self._batch_invariant)
-        return W4A16Linear(
+            return self._ops.dense(weights, bias, self._batch_invariant)
+        return self._ops.w4a16(
             torch.from_numpy(weights.codes),
             torch.from_numpy(weights.scales),
             torch.from_numpy(weights.minima),

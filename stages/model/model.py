@@ -9,6 +9,7 @@ import torch
 
 from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.linear import Linear
+from deepinfer.kernels.ops import Ops
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.embedding import Embedding
 from deepinfer.stages.model.key_bias import KeyBias, describe
@@ -48,6 +49,8 @@ class Model:
     """To float32 logits."""
     head_is_embedding: bool
     key_bias_mode: str
+    ops: Ops
+    """Where it lies and what runs it."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

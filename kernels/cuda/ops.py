@@ -1,0 +1,96 @@
+"""The CUDA side of the device seam: our kernels for attention, 4-bit weights, norms and the activation, the library's
+matmul for dense weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.attention import AttentionSpec, PagedAttention
+from deepinfer.kernels.cuda.elementwise import CudaElementwise
+from deepinfer.kernels.cuda.launcher import Backend
+from deepinfer.kernels.cuda.linear import CudaW4A16Linear
+from deepinfer.kernels.cuda.paged_attention import CudaAttention
+from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
+from deepinfer.kernels.linear import Linear
+
+_W8_GROUP = 32
+
+
+class CudaDenseLinear:
+    """fp32 or bf16 weights [M, K] through the device's matmul library. Its rows may depend on the row count."""
+
+    def __init__(
+        self, device: str, weight: Tensor, bias: Tensor | None, kind: str, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self._weight = weight.to(device)
+        self._bias = None if bias is None else bias.to(device)
+        self._out_dtype = out_dtype
+        self.kind = kind
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    @property
+    def step_bytes(self) -> int:
+        return self.weight_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        return y if self._out_dtype is None else y.to(self._out_dtype)
+
+
+class CudaOps(CudaElementwise):
+    """See `kernels.ops.Ops`. `backend` runs the kernels: CuPy on a GPU, or the host shim in tests."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._backend = backend
+        self.name = backend.name
+        self.device = backend.device
+
+    def dense(
+        self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        """Raises ValueError with `batch_invariant`: the library's matmul does not promise it."""
+        if batch_invariant:
+            raise ValueError("batch_invariant: dense weights have no batch-invariant matmul on this device")
+        kind = "dense bf16" if weight.dtype == torch.bfloat16 else "dense fp32"
+        return CudaDenseLinear(self.device, weight, bias, kind, out_dtype)
+
+    def w8a16(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype | None = None) -> Linear:
+        """Dequantised to bf16, and `kind` says so: there is no 8-bit kernel on this device yet."""
+        dense = codes.float().unflatten(1, (-1, _W8_GROUP)) * scales.unsqueeze(-1)
+        weight = dense.flatten(1).bfloat16()
+        return CudaDenseLinear(self.device, weight, None, "dense bf16 (dequantised from 8 bits)", out_dtype)
+
+    def w4a16(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        minima: Tensor,
+        bias: Tensor | None,
+        group_size: int,
+        batch_invariant: bool,
+        bf16_copy: bool,
+    ) -> Linear:
+        """`bf16_copy` is not needed here: many rows are dequantised into a workspace."""
+        return CudaW4A16Linear(self._backend, codes, scales, minima, bias, group_size, batch_invariant)
+
+    def attention(
+        self,
+        backend: str,
+        spec: AttentionSpec,
+        layout: BlockLayout,
+        fmt: KVFormat,
+        pool: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch_invariant: bool,
+    ) -> PagedAttention:
+        """The kernels are batch-invariant by construction."""
+        if backend != "auto":
+            raise ValueError(f"attention {backend!r} runs on the CPU only; on this device there is auto")
+        return CudaAttention(self._backend, spec, layout, pool, cos.to(self.device), sin.to(self.device))

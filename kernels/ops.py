@@ -1,0 +1,95 @@
+"""The device seam: everything that a model needs of the machine it runs on, chosen once when it is loaded.
+
+`CpuOps` is here; `kernels.cuda.ops.CudaOps` drives the CUDA kernels. Above this nobody asks which of the two it is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepinfer.kernels import elementwise
+from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
+from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
+from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
+
+
+class Ops(Protocol):
+    """Tensors go in and come out on `device`. The linear forms are those of `kernels.linear`."""
+
+    name: str
+    """As `status` shows it: "cpu", "cuda: <card>" or "host-emulation"."""
+    device: str
+    """As torch names it."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+
+    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+
+    def dense(
+        self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
+    ) -> Linear: ...
+
+    def w8a16(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype | None = None) -> Linear:
+        """codes int8 [M, K], scales fp32 [M, K / 32]."""
+        ...
+
+    def w4a16(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        minima: Tensor,
+        bias: Tensor | None,
+        group_size: int,
+        batch_invariant: bool,
+        bf16_copy: bool,
+    ) -> Linear: ...
+
+    def attention(
+        self,
+        backend: str,
+        spec: AttentionSpec,
+        layout: BlockLayout,
+        fmt: KVFormat,
+        pool: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch_invariant: bool,
+    ) -> PagedAttention:
+        """`backend` is the user's wish, "auto" by default. Raises ValueError for one that this device does not have."""
+        ...
+
+
+class CpuOps:
+    """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`."""
+
+    name = device = "cpu"
+
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    silu_mul = staticmethod(elementwise.silu_mul)
+    attention = staticmethod(make_attention)
+
+    def dense(
+        self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        return DenseLinear(weight, bias, batch_invariant, out_dtype)
+
+    def w8a16(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype | None = None) -> Linear:
+        return W8A16Linear(codes, scales, None, out_dtype)
+
+    def w4a16(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        minima: Tensor,
+        bias: Tensor | None,
+        group_size: int,
+        batch_invariant: bool,
+        bf16_copy: bool,
+    ) -> Linear:
+        return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy)

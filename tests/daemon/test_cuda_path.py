@@ -1,0 +1,56 @@
+"""The CUDA path from end to end, its kernels executed on the CPU: the same stages, wrappers, pointers and grids."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import save_tiny_llama
+
+from deepinfer.daemon.config import ConfigError
+from deepinfer.daemon.engine import Engine
+
+PROMPTS = ["The quick brown fox", "jumps over", "the lazy dog and then it runs away"]
+FIELDS = {"max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def wide_path(tmp_path_factory):
+    """head_dim 64, which the CUDA kernels are made for."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-wide"), head_dim=64)
+
+
+def answers(path, device, **settings):
+    with Engine(path, device=device, num_blocks=24, prefill_chunk_tokens=7, **settings) as engine:
+        streams = [engine.generate(prompt, **FIELDS) for prompt in PROMPTS]
+        return [stream.result().ids for stream in streams], engine.status()["engine"]
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp16", "int8", "fp8", "e5m2", "int8/e5m2"])
+def test_prefill_and_decode_on_the_cuda_path_are_token_for_token_those_of_the_cpu_path(wide_path, kv_format):
+    expected, _ = answers(wide_path, "cpu", kv_cache_dtype=kv_format)
+    got, engine = answers(wide_path, "host-emulation", kv_cache_dtype=kv_format)
+    assert got == expected
+    assert engine["device"] == "host-emulation"
+    assert "host-emulation" in engine["attention"]
+
+
+def test_a_swap_on_the_cuda_path_changes_nothing(wide_path):
+    expected, _ = answers(wide_path, "host-emulation", kv_cache_dtype="int8")
+    with Engine(wide_path, device="host-emulation", kv_cache_dtype="int8", num_blocks=4, residency_quantum=1) as engine:
+        streams = [engine.generate(prompt, **FIELDS) for prompt in PROMPTS]
+        results = [stream.result() for stream in streams]
+        assert [result.ids for result in results] == expected
+        assert sum(result.preemptions for result in results) >= 1
+
+
+def test_without_a_gpu_device_cuda_says_so_in_one_line(wide_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match=r"^device is cuda, but") as refused:
+        Engine(wide_path, device="cuda")
+    assert "\n" not in str(refused.value)
+
+
+def test_an_attention_path_of_the_cpu_is_refused_on_another_device(wide_path):
+    with pytest.raises(ConfigError, match="runs on the CPU only"):
+        Engine(wide_path, device="host-emulation", attention="numba", num_blocks=8)
