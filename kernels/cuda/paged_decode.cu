@@ -97,7 +97,7 @@ __device__ __forceinline__ void score_tile(const u8* stage, const float* queries
     const u8* keys = stage + row * KTile::ROW_BYTES + slice * 16;
     float sums[GROUP] = {};
     K::Memory memory;
-#pragma unroll(GROUP <= 2 ? KTile::PIECES_EACH : 1)
+#pragma unroll 1
     for (int j = 0; j < KTile::PIECES_EACH; ++j) {
         const Words4 loaded = *reinterpret_cast<const Words4*>(keys + j * K_SLICES * 16);
         const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
