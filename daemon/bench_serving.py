@@ -72,7 +72,10 @@ def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer:
             samples[name].append(measure())
     status = main.status()
     return {
-        **_conditions(model, threads, rounds),
+        **conditions(),
+        "model": model,
+        "threads": threads,
+        "rounds": rounds,
         "ready_seconds": status["ready_seconds"],
         "engine": status["engine"],
         "tokens_per_s": {name: round(statistics.median(values), 2) for name, values in samples.items()},
@@ -190,14 +193,13 @@ def _transformers(model: str, threads: int) -> Iterator[Callable[[list[int], int
 # --- the report ---------------------------------------------------------------------------------------------------
 
 
-def _conditions(model: str, threads: int, rounds: int) -> dict[str, Any]:
+def conditions() -> dict[str, Any]:
+    """What every result file says of where it came from."""
     packages = ("deepinfer-daemon", "torch", "numba", "transformers", "pyzmq")
     return {
         "command": "deepinfer-daemon " + " ".join(sys.argv[1:]),
-        "model": model,
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": threads, "system": platform.system()},
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": {name: version(name) for name in packages},
-        "rounds": rounds,
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -211,7 +213,7 @@ def cpu_name() -> str:
 
 def _print(report: dict[str, Any]) -> None:
     machine = report["machine"]
-    click.echo(f"{machine['cpu']}, {machine['threads']} threads; {report['model']}; {report['rounds']} rounds, medians")
+    click.echo(f"{machine['cpu']}, {report['threads']} threads; {report['model']}; {report['rounds']} rounds, medians")
     click.echo(f"ready after {report['ready_seconds']} s")
     step_bytes = report["engine"]["step_weight_bytes"]
     for name, rate in report["tokens_per_s"].items():

@@ -148,6 +148,17 @@ def chat(message: str | None = None, system: str | None = None, runtime_dir: Pat
         sys.exit(chat_loop(_folder(runtime_dir), message, system, _plain(fields)))
 
 
+@main.command("validate-kernels")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or host-emulation.")
+@click.option("--checkpoint", help="Also compare the logits of one token of this model with a dense attention.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def validate_kernels(device: str, checkpoint: str | None, output: Path | None) -> None:
+    """Compare every kernel of this device with a plain reference. Exit code 1 when one is outside its limits."""
+    from deepinfer.daemon.validate_kernels import run_validation
+
+    sys.exit(run_validation(device, checkpoint, output))
+
+
 @main.group()
 def bench() -> None:
     """Measure this machine. Every number in the documentation comes from one of these."""
