@@ -1,5 +1,10 @@
 """The 4-bit matmul on the CUDA path against float64, and the promises about its rows."""
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cuda_harness import check_close
@@ -91,6 +96,12 @@ def test_nothing_outside_the_rows_is_read_or_written(backend, rows):
     check_product(case, x[1 : 1 + rows], y[1 : 1 + rows])
     assert (y[0] == 7.0).all()
     assert (y[1 + rows :] == 7.0).all()
+
+
+@pytest.mark.parametrize(("arguments", "signal_number"), [((), 0), (("overreach",), -signal.SIGSEGV)])
+def test_no_byte_after_a_tensor_is_touched(arguments, signal_number):
+    program = Path(__file__).parent / "guarded.py"
+    assert subprocess.run([sys.executable, program, *arguments], timeout=120).returncode == signal_number
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

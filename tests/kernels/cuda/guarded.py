@@ -1,0 +1,60 @@
+"""Run as a program: launches the 4-bit kernels on tensors that end where readable memory ends.
+
+One byte too far, read or written, ends the process with a signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import sys
+
+import torch
+from w4_harness import Case
+
+from deepinfer.kernels.cuda.host_backend import HostBackend
+from deepinfer.kernels.cuda.linear import CudaW4A16Linear
+
+PROT_NONE = 0
+_regions = []
+
+
+def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` whose last byte is the last one of a mapping, before a page that nobody may touch."""
+    size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    region = mmap.mmap(-1, size + mmap.PAGESIZE)
+    _regions.append(region)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address + size), mmap.PAGESIZE, PROT_NONE):
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+    copy = torch.frombuffer(region, dtype=torch.uint8, count=tensor.nbytes, offset=size - tensor.nbytes)
+    return copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def guard(linear: CudaW4A16Linear) -> None:
+    tiles = linear.tiles
+    linear.tiles = dataclasses.replace(tiles, codes=at_the_end(tiles.codes), scales=at_the_end(tiles.scales))
+    linear._bias = at_the_end(linear._bias)
+
+
+class Overreaching(HostBackend):
+    """Tells the GEMV of one row more than x has."""
+
+    def launch(self, kernel, grid, block, shared_bytes, *args):
+        y, x, codes, scales, bias, rows, *others = args
+        super().launch(kernel, grid, block, shared_bytes, y, x, codes, scales, bias, rows + 1, *others)
+
+
+def main(backend: HostBackend) -> None:
+    for outputs, inputs, group_size in ((37, 96, 32), (48, 384, 128)):
+        case = Case(outputs, inputs, group_size)
+        linear = case.linear(backend)
+        guard(linear)
+        for rows in (1, 8, 9):
+            linear.multiply(at_the_end(case.x(rows)), at_the_end(torch.zeros(rows, outputs, dtype=case.dtype)))
+        linear.dequantise(at_the_end(torch.zeros(outputs // 16 * 16, inputs, dtype=case.dtype)), 0)
+
+
+if __name__ == "__main__":
+    main(Overreaching() if "overreach" in sys.argv else HostBackend())
