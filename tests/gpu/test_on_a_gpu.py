@@ -1,0 +1,38 @@
+"""The same checks as everywhere, on a GPU. Skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import save_tiny_llama
+
+from deepinfer.daemon import validate_kernels
+from deepinfer.daemon.engine import Engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+FORMATS = ["fp16", "int8", "fp8", "e5m2"]
+
+
+def test_every_kernel_is_within_its_limits_on_the_card():
+    assert validate_kernels.run_validation("cuda", None, None) == 0
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_greedy_tokens_of_a_tiny_model_are_those_of_the_cpu_path(tmp_path, kv_format):
+    path = save_tiny_llama(tmp_path / "tiny", head_dim=64)
+
+    def answer(device: str) -> tuple[int, ...]:
+        with Engine(path, device=device, num_blocks=32, kv_cache_dtype=kv_format) as engine:
+            return engine.complete("The quick brown fox", max_new_tokens=200, ignore_eos=True).ids
+
+    assert answer("cuda") == answer("cpu")
+
+
+def test_the_real_model_answers_on_the_card(smollm2_path):
+    with Engine(smollm2_path, device="cuda", num_blocks=64, kv_cache_dtype="fp8") as engine:
+        answer = engine.client.chat([{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=20)
+        assert "Paris" in answer.text
