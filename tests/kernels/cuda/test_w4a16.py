@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from w4_harness import Case
 
 from deepinfer.kernels.cuda.w4_kernels import MAX_ROWS, plan_gemv
+from deepinfer.kernels.linear import W4A16Linear
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = {FP32: 0.0, FP16: 2.0**-11, BF16: 2.0**-8}
@@ -36,6 +37,17 @@ def test_the_product_is_that_of_the_stored_weights(backend, group_size, minima, 
     linear, x = case.linear(backend, out_dtype=FP32), case.x(rows)
     assert linear.tiles.has_minima == minima
     check_product(case, x, linear(x))
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_the_product_is_that_of_the_cpus_4_bit_matmul(backend, group_size):
+    case = Case(64, 384, group_size, dtype=BF16)
+    case.scales, case.minima = case.scales.bfloat16().float(), (case.scales * -7).bfloat16().float()
+    case.bias = case.bias.bfloat16()
+    weights = case.codes, case.scales, case.minima, case.bias
+    cpu, x = W4A16Linear(*weights, group_size, batch_invariant=True, bf16_copy=False), case.x(5)
+    difference = (cpu(x).float() - case.linear(backend)(x).float()).abs()
+    assert (difference <= 3 * ROUNDING[BF16] * (case.product(x).abs() + 1)).all()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
