@@ -66,11 +66,11 @@ class DecodePlan:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: stages, queries, scores, reduction, scales, block ids; or the final sums."""
+        """Shared memory of a CTA: stages, queries, scores, reduction, scales, blocks; or the final sums."""
         floats = (self.group + self.key_bias) * self.head_dim + self.group_padded * (_CHUNK + _WARPS + 1)
         halves = (self.k.scaled + self.v.scaled) * _LARGEST_PARTITION
-        blocks = _LARGEST_PARTITION // self.block_size + 1
-        parts = 2 * self.stage_bytes + 4 * (floats + blocks) + 2 * halves
+        blocks = (_LARGEST_PARTITION // self.block_size + 2) // 2 * 16
+        parts = 2 * self.stage_bytes + blocks + 4 * floats + 2 * halves
         total = -(-max(parts, THREADS * self.group * 16) // 16) * 16
         if total > _MAX_SHARED_BYTES:
             raise ValueError(f"{self} needs {total} bytes of shared memory")

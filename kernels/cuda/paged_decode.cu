@@ -1,6 +1,6 @@
 // Attention of one query row over one partition of its paged context, for all query heads of one KV head.
 //
-// Grid (partitions, KV heads, rows), 128 threads. A partition is walked in chunks of 128 tokens. The K tiles of a chunk,
+// Grid (partitions, KV heads, rows), 128 threads. A partition is walked in chunks of 128 tokens. K tiles of a chunk,
 // then its V tiles, are staged in shared memory by asynchronous 16-byte copies, one tile ahead. With K, a thread
 // multiplies one slice of one token's key with all queries of the group; with V, it keeps four dimensions of all heads.
 // Scores, softmax (online, from chunk to chunk) and sums are fp32.
@@ -34,30 +34,29 @@ struct Tile {
 typedef Tile<K, K_SLICES> KTile;
 typedef Tile<V, V_SLICES> VTile;
 
+constexpr int BLOCKS_BYTES = (LARGEST_PARTITION / BLOCK_SIZE + 2) / 2 * 16;
+
 // Where things lie in shared memory, in bytes. The sums that are gathered at the end lie over all of it.
 struct Layout {
     static constexpr int QUERIES = 2 * STAGE_BYTES;                           // float [GROUP, HEAD_DIM]
-    static constexpr int SCORES = QUERIES + GROUP * HEAD_DIM * 4;             // float [CHUNK, GROUP_PADDED]
+    static constexpr int BLOCKS = QUERIES + GROUP * HEAD_DIM * 4;             // address [blocks of a partition]
+    static constexpr int SCORES = BLOCKS + BLOCKS_BYTES;                      // float [CHUNK, GROUP_PADDED]
     static constexpr int REDUCE = SCORES + CHUNK * GROUP_PADDED * 4;          // float [WARPS, GROUP_PADDED]
     static constexpr int RESCALE = REDUCE + WARPS * GROUP_PADDED * 4;         // float [GROUP_PADDED]
     static constexpr int BIAS = RESCALE + GROUP_PADDED * 4;                   // float [HEAD_DIM]
     static constexpr int K_SCALES = BIAS + KEY_BIAS * HEAD_DIM * 4;           // half [LARGEST_PARTITION]
     static constexpr int V_SCALES = K_SCALES + K::SCALED * LARGEST_PARTITION * 2;  // half [LARGEST_PARTITION]
-    static constexpr int BLOCKS = V_SCALES + V::SCALED * LARGEST_PARTITION * 2;    // int [blocks of a partition]
 };
 
 struct Partition {
-    const u8* pool;
-    const int* blocks;  // shared: block ids, from the one that holds `begin`
-    i64 block_bytes;
-    int begin, tokens, first_block, kv_head;
+    const u8* const* blocks;  // shared: addresses of blocks, from the one that holds `begin`
+    int begin, tokens;
+    u32 first_block, first_slot;
 
-    __device__ __forceinline__ const u8* block_of(int position) const {
-        return pool + i64(blocks[position / BLOCK_SIZE - first_block]) * block_bytes;
+    __device__ __forceinline__ const u8* block_of(u32 position) const {
+        return blocks[position / BLOCK_SIZE - first_block];
     }
-    __device__ __forceinline__ int slot_of(int position) const {
-        return kv_head * BLOCK_SIZE + position % BLOCK_SIZE;
-    }
+    __device__ __forceinline__ int slot_of(u32 position) const { return first_slot + position % BLOCK_SIZE; }
 };
 
 // Starts the copies of the tile that begins at token `first`. Tokens past the partition become zeros and are not read.
@@ -65,22 +64,22 @@ template <class TILE>
 __device__ __forceinline__ void stage_tile(const Partition& part, int side_offset, int first, u8* stage) {
     DP_UNROLL
     for (int i = 0; i < TILE::PIECES_EACH; ++i) {
-        const int piece = i * THREADS + threadIdx.x;
-        const int row = piece / TILE::PIECES, column = piece % TILE::PIECES;
-        const bool valid = first + row < part.tokens;
-        const int position = part.begin + (valid ? first + row : 0);
-        const u8* source = part.block_of(position) + side_offset + part.slot_of(position) * (TILE::PIECES * 16);
-        copy_16_async(stage + row * TILE::ROW_BYTES + column * 16, source + column * 16, valid);
+        const u32 piece = i * THREADS + threadIdx.x;
+        const u32 row = piece / TILE::PIECES, column = piece % TILE::PIECES;
+        const bool valid = first + row < u32(part.tokens);
+        const u32 position = part.begin + (valid ? first + row : 0);
+        const u32 offset = side_offset + part.slot_of(position) * (TILE::PIECES * 16) + column * 16;
+        copy_16_async(stage + row * TILE::ROW_BYTES + column * 16, part.block_of(position) + offset, valid);
     }
     copies_commit();
 }
 
 // The place of a query's dimension in shared memory: the four floats that neighbouring slices read at the same time lie
 // side by side.
-__device__ __forceinline__ int query_place(int dim) {
-    constexpr int PIECE_ELEMENTS = 16 / K::ITEM_BYTES;
-    const int piece = dim / PIECE_ELEMENTS, quad = dim % PIECE_ELEMENTS / 4;
-    const int row = piece / K_SLICES * (PIECE_ELEMENTS / 4) + quad;
+__device__ __forceinline__ u32 query_place(u32 dim) {
+    constexpr u32 PIECE_ELEMENTS = 16 / K::ITEM_BYTES;
+    const u32 piece = dim / PIECE_ELEMENTS, quad = dim % PIECE_ELEMENTS / 4;
+    const u32 row = piece / K_SLICES * (PIECE_ELEMENTS / 4) + quad;
     return (row * K_SLICES + piece % K_SLICES) * 4 + dim % 4;
 }
 
@@ -266,31 +265,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     float* const rescale = reinterpret_cast<float*>(shared + Layout::RESCALE);
     u16* const k_scales = reinterpret_cast<u16*>(shared + Layout::K_SCALES);
     u16* const v_scales = reinterpret_cast<u16*>(shared + Layout::V_SCALES);
-    int* const blocks = reinterpret_cast<int*>(shared + Layout::BLOCKS);
+    const u8** const blocks = reinterpret_cast<const u8**>(shared + Layout::BLOCKS);
     const int row = blockIdx.z, kv_head = blockIdx.y, thread = threadIdx.x;
 
     const int position = positions[row], visible = visible_tokens(position, window);
     const int size = partition_tokens(visible), offset = int(blockIdx.x) * size;
     if (offset >= visible) return;
     Partition part;
-    part.pool = pool;
     part.blocks = blocks;
-    part.block_bytes = block_bytes;
     part.begin = position + 1 - visible + offset;
     part.tokens = visible - offset < size ? visible - offset : size;
-    part.first_block = part.begin / BLOCK_SIZE;
-    part.kv_head = kv_head;
+    part.first_block = u32(part.begin) / BLOCK_SIZE;
+    part.first_slot = kv_head * BLOCK_SIZE;
 
-    const int last_block = (part.begin + part.tokens - 1) / BLOCK_SIZE;
+    const u32 last_block = u32(part.begin + part.tokens - 1) / BLOCK_SIZE;
     const int* const table = block_tables + i64(row_seq[row]) * max_blocks + part.first_block;
-    for (int i = thread; i <= last_block - part.first_block; i += THREADS) blocks[i] = table[i];
+    for (u32 i = thread; i <= last_block - part.first_block; i += THREADS) blocks[i] = pool + i64(table[i]) * block_bytes;
     __syncthreads();
 
     stage_tile<KTile>(part, k_offset, 0, shared);
 
     const i64 first_head = (i64(row) * gridDim.y + kv_head) * GROUP;
     const float factor = softmax_scale * (LOG2_E * K::FACTOR);
-    for (int i = thread; i < GROUP * HEAD_DIM; i += THREADS)
+    for (u32 i = thread; i < GROUP * HEAD_DIM; i += THREADS)
         q_shared[i / HEAD_DIM * HEAD_DIM + query_place(i % HEAD_DIM)] = queries[first_head * HEAD_DIM + i] * factor;
     float* const bias = reinterpret_cast<float*>(shared + Layout::BIAS);
     if constexpr (KEY_BIAS)
@@ -360,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
     }
     __syncthreads();
     const i64 partitions = gridDim.x, partition = blockIdx.x;
-    for (int i = thread; i < GROUP * HEAD_DIM; i += THREADS) {
+    for (u32 i = thread; i < GROUP * HEAD_DIM; i += THREADS) {
         float total = gathered[i];
         for (int other = 1; other < TOKENS_AT_ONCE; ++other)
             total = add_rn(total, gathered[other * GROUP * HEAD_DIM + i]);
