@@ -99,6 +99,7 @@ class GenerateOptions(TypedDict, total=False):
     stream: bool
     priority: int
     deadline_ms: int
+    cache_salt: str
     add_special_tokens: bool
 
 

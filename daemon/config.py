@@ -45,6 +45,7 @@ class EngineConfig:
     num_blocks: int | None = setting(None, "KV blocks of the pool. Default: from the memory at hand.")
     max_cache: int | None = setting(None, "Tokens that the pool holds. Another way to say --num-blocks.")
     max_context: int | None = setting(None, "Longest context of a request. Default: the model's.")
+    prefix_cache: bool = setting(True, "Share the KV blocks of common prompt beginnings.")
     max_running: int = setting(64, "Requests that hold KV blocks at the same time.")
     prefill_chunk_tokens: int = setting(256, "Prompt tokens computed between two decode steps.")
     batch_invariant: bool = setting(False, "Bit-equal results alone, in a batch, chunked or swapped; slower.")

@@ -20,6 +20,7 @@ from deepinfer.stages.memory.arena import HostArena
 from deepinfer.stages.memory.entries import ResidencyConfig
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.pool import KVPool
+from deepinfer.stages.memory.prefix import PrefixTree
 from deepinfer.stages.memory.residency import Residency
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import SamplingParams, Submit
@@ -118,7 +119,7 @@ class EngineHost:
         sampler = Sampler(model_config.vocab_size, valid, eos)
         runner = ModelRunner(self.executor, sampler, lambda: configure_threads(self.threads))
         residency = Residency(
-            BlockLedger(self.plan.num_blocks),
+            BlockLedger(self.plan.num_blocks, PrefixTree() if config.prefix_cache else None),
             config.block_size,
             ResidencyConfig(
                 max_running=config.max_running,
@@ -139,6 +140,7 @@ class EngineHost:
             residency,
             self.requests,
             eos,
+            (config.model, self.kv_format.name),
         )
         self.prefill = PrefillStage(
             context, topology.prefill, topology.outboxes("decode", "admission"), runner, self.requests
@@ -193,6 +195,7 @@ class EngineHost:
             "kv_cache_dtype": self.kv_format.name,
             "attention": self.attention.name,
             "batch_invariant": self.config.batch_invariant,
+            "prefix_cache": self.config.prefix_cache,
             "block_size": self.config.block_size,
             "num_blocks": self.plan.num_blocks,
             "block_bytes": self.plan.block_bytes,

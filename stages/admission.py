@@ -268,7 +268,9 @@ class AdmissionStage(Stage):
             self._prune_deadlines()
         self.send(
             "decode",
-            messages.Submit(rid=live.rid, prompt=live.prompt, params=live.params, priority=op.priority),
+            messages.Submit(
+                rid=live.rid, prompt=live.prompt, params=live.params, priority=op.priority, cache_salt=op.cache_salt
+            ),
         )
         live.accept()
         self._flush(live)

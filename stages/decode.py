@@ -14,6 +14,7 @@ import zmq
 
 from deepinfer.stages.memory.entries import Moves, State
 from deepinfer.stages.memory.pool import KVPool
+from deepinfer.stages.memory.prefix import root_key
 from deepinfer.stages.memory.residency import Residency
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import (
@@ -63,6 +64,7 @@ class DecodeStage(Stage):
         residency: Residency,
         requests: dict[int, Request],
         eos_token_ids: frozenset[int],
+        sharing_domain: tuple[str, ...] = (),
         overlap: bool = False,
     ) -> None:
         super().__init__(context, inbox, outboxes)
@@ -72,6 +74,7 @@ class DecodeStage(Stage):
         self._ledger = residency.ledger
         self._requests = requests
         self._eos = eos_token_ids
+        self._sharing_domain = sharing_domain
         self._overlap = overlap
         self._chunk_out = False
         self._payload_bytes: dict[int, int] = {}
@@ -93,14 +96,16 @@ class DecodeStage(Stage):
     def _on_submit(self, message: Submit) -> None:
         layout = self._pool.layout
         total = len(message.prompt) // 4 + message.params.max_new_tokens - 1
-        request = Request(message, blocks_for(total, layout.block_size))
+        root = root_key(*self._sharing_domain, message.cache_salt)
+        request = Request(message, blocks_for(total, layout.block_size), root, layout.block_size)
         if not self._residency.fits_alone(total):
             # Admission refuses this earlier, with the numbers; a request must never wait for what cannot come.
             self.counters.requests_kv_exhausted_total += 1
             self._send_finished(request, "kv_exhausted")
             return
         self._requests[message.rid] = request
-        self._residency.submit(message.rid, request.length, total, message.priority)
+        keys = request.keys([]) if self._ledger.tree is not None else []
+        self._residency.submit(message.rid, request.length, total, message.priority, keys)
 
     def _on_cancel(self, message: Cancel) -> None:
         if message.rid in self._requests:
@@ -125,6 +130,7 @@ class DecodeStage(Stage):
                 continue
             if request is None:
                 continue
+            self._register_filled(chunk.rid)
             request.clock.prefill += message.seconds
             self.counters.computed(request.note_computed(chunk.start + chunk.count), chunk.count)
             if chunk.rid in message.errors or chunk.rid in tokens:
@@ -186,6 +192,7 @@ class DecodeStage(Stage):
         outcomes = self._runner.run(spans)
         for rid in rids:
             self._residency.stepped(rid)
+            self._register_filled(rid)
         self.counters.decode_steps_total += 1
         self.counters.decode_seconds += monotonic() - began
         self.progress += 1
@@ -208,6 +215,7 @@ class DecodeStage(Stage):
             self.send("offload", SwapIn(rid=rid, blocks=self._ledger.blocks(rid)))
         for rid in moves.admitted:
             self._requests[rid].clock.admit()
+            self._note_found(rid)
             if self._residency.entries[rid].parks:
                 self._unparked(rid)
         for rid in moves.recomputed:
@@ -216,6 +224,24 @@ class DecodeStage(Stage):
         for rid in moves.exhausted:
             self.counters.requests_kv_exhausted_total += 1
             self._finish(rid, "kv_exhausted")
+
+    def _note_found(self, rid: int) -> None:
+        found = self._residency.entries[rid].cached
+        self._requests[rid].note_found(found)
+        self.counters.prefix_cache_queries_total += self._residency.entries[rid].length
+        self.counters.prefix_cache_hits_total += found
+
+    def _register_filled(self, rid: int) -> None:
+        """Tell the prefix tree of blocks that have become full. No kernel runs now, so tables may change."""
+        indices = self._residency.unregistered(rid)
+        if not indices:
+            return
+        request, entry = self._requests[rid], self._residency.entries[rid]
+        if len(entry.keys) < indices.stop:
+            entry.keys.extend(request.keys(entry.keys))
+        for index in indices:
+            if self._residency.filled(rid, index):
+                request.num_blocks = 0
 
     def _filled_blocks(self, rid: int) -> list[int]:
         cached = self._residency.entries[rid].cached
@@ -277,7 +303,17 @@ class DecodeStage(Stage):
 
     def _send_finished(self, request: Request, reason: str, code: str = "", error: str = "") -> None:
         timings = request.clock.timings()
-        self.send("admission", Finished(rid=request.rid, reason=reason, code=code, error=error, timings=timings))
+        self.send(
+            "admission",
+            Finished(
+                rid=request.rid,
+                reason=reason,
+                code=code,
+                error=error,
+                cached_tokens=request.cached_tokens,
+                timings=timings,
+            ),
+        )
 
     def _drop_payload(self, rid: int) -> None:
         self._payload_bytes.pop(rid, None)
@@ -298,7 +334,8 @@ class DecodeStage(Stage):
             "kv_encoder_layers": [[layer, *counts] for layer, counts in enumerate(kv_counts) if any(counts)],
             "states": states,
             "num_blocks": self._ledger.num_blocks,
-            "free_blocks": self._ledger.free,
+            "free_blocks": self._ledger.available,
+            "cached_blocks": self._ledger.idle,
             "swapped_requests": states["swapped"],
             "cpu_offload_bytes": sum(self._payload_bytes.values()),
             "progress": self.progress,

@@ -47,6 +47,8 @@ class Submit(Message, frozen=True, tag="submit"):
     generated: bytes = b""
     """Tokens that an engine before this one already produced: computed again, not sent again."""
     priority: int = 0
+    cache_salt: str = ""
+    """Only requests with the same salt share prefix blocks."""
 
 
 class Cancel(Message, frozen=True, tag="cancel"):

@@ -95,6 +95,7 @@ _GENERATE: dict[str, Parser] = {
     "logprobs": fields.integer(0, lambda at: at.max_logprobs),
     "stream": fields.boolean(),
     "priority": fields.integer(-100, 100),
+    "cache_salt": fields.text(0, 128),
     "deadline_ms": fields.integer(1, lambda at: at.max_deadline_ms),
     "add_special_tokens": fields.boolean(),
 }

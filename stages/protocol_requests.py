@@ -46,6 +46,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = True
     priority: int = 0
     deadline_ms: int | None = None
+    cache_salt: str = ""
     add_special_tokens: bool = True
 
 

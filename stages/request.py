@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from deepinfer.stages.memory.prefix import chain_keys
 from deepinfer.stages.messages import SamplingParams, Submit, Timings
 from deepinfer.stages.stage import monotonic
 
@@ -15,7 +18,7 @@ class Request:
     the first `num_blocks` are valid; decode refreshes it from the ledger before anyone is told to use it.
     """
 
-    def __init__(self, submit: Submit, max_blocks: int) -> None:
+    def __init__(self, submit: Submit, max_blocks: int, root_key: bytes = b"", block_size: int = 0) -> None:
         prompt = np.frombuffer(submit.prompt, dtype="<i4")
         generated = np.frombuffer(submit.generated, dtype="<i4")
         self.rid = submit.rid
@@ -31,11 +34,27 @@ class Request:
         self.num_blocks = 0
         self.clock = RequestClock()
         self._computed = len(prompt) if submit.generated else 0
+        self.cached_tokens = 0
+        """Prompt tokens that were found in the prefix tree when it was first admitted."""
+        self._root_key = root_key
+        self._block_size = block_size
 
     @property
     def total(self) -> int:
         """Tokens whose keys and values are stored at most: the last token is sampled and never fed back."""
         return len(self.tokens) - 1
+
+    def keys(self, known: Sequence[bytes]) -> list[bytes]:
+        """Prefix keys of the full blocks after those that `known` has; see `memory.prefix`."""
+        first = len(known) * self._block_size
+        parent = known[-1] if known else self._root_key
+        return chain_keys(parent, self.tokens[first : self.length], self._block_size)
+
+    def note_found(self, tokens: int) -> None:
+        """It was admitted with `tokens` already stored by others."""
+        if not self.clock.parks:
+            self.cached_tokens = tokens
+        self._computed = max(self._computed, tokens)
 
     def note_computed(self, until: int) -> int:
         """Prefill has reached token `until`. Returns how many of these were computed for the first time: what is

@@ -15,6 +15,9 @@ class EngineCounters:
     requests_failed_total: int = 0
     generation_tokens_total: int = 0
     prompt_tokens_total: int = 0
+    prefix_cache_queries_total: int = 0
+    """Tokens of admitted requests that were looked up in the prefix tree, and how many were found stored."""
+    prefix_cache_hits_total: int = 0
     replayed_tokens_total: int = 0
     """Computed again after a preemption without swap; not in the two above."""
     decode_steps_total: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -32,6 +32,10 @@ class Entry:
     total: int
     """Tokens whose keys and values will ever be stored, if it runs to its limit."""
     priority: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    """Of the full blocks of its tokens, as far as they are known; see `prefix`."""
+    registered: int = 0
+    """Full blocks that the prefix tree was told of."""
     state: State = State.WAITING
     target: int = 0
     """In PREFILL: store this many, then sample."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
+
+from deepinfer.stages.memory.prefix import PrefixTree
 
 
 class LedgerError(RuntimeError):
@@ -14,25 +17,38 @@ class LedgerError(RuntimeError):
 class BlockLedger:
     """Hands out block ids and takes them back. Owned by the decode stage; no other thread calls it.
 
-    The lowest free ids go out first, so that the blocks of one request tend to be neighbours and a swap needs few
-    copies. `release` is the only way back to the free list, whatever ended the residency, and doing it twice is
+    A block is free, or held by one or more requests, or idle: filled, known to the prefix tree, held by nobody, and
+    evicted when it is needed. The lowest free ids go out first, so that the blocks of one request tend to be neighbours
+    and a swap needs few copies. `release` is the only way back, whatever ended the residency, and doing it twice is
     harmless.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tree: PrefixTree | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}; a pool needs at least one block")
         self.num_blocks = num_blocks
+        self.tree = tree
+        """None: nothing is shared."""
         self._free = list(range(num_blocks))
         self._held: dict[int, list[int]] = {}
+        self._references = [0] * num_blocks
 
     @property
     def free(self) -> int:
         return len(self._free)
 
     @property
+    def idle(self) -> int:
+        return 0 if self.tree is None else self.tree.num_idle
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out: free ones and idle ones."""
+        return len(self._free) + self.idle
+
+    @property
     def used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.available
 
     @property
     def holders(self) -> int:
@@ -42,34 +58,95 @@ class BlockLedger:
     def held(self, rid: int) -> int:
         return len(self._held.get(rid, ()))
 
+    def exclusive(self, rid: int) -> int:
+        """Blocks that become available when `rid` lets go of them: those that no other request holds."""
+        return sum(self._references[block] == 1 for block in self._held.get(rid, ()))
+
     def blocks(self, rid: int) -> list[int]:
         """The block table of a request, in context order. A copy: the ledger's own list never leaves it."""
         return list(self._held.get(rid, ()))
 
-    def grow(self, rid: int, count: int) -> list[int]:
-        """Append `count` blocks to the table of `rid` and return the new ones.
+    def block(self, rid: int, index: int) -> int:
+        return self._held[rid][index]
 
-        Raises LedgerError when fewer are free: the policy asks before it allocates.
+    def grow(self, rid: int, count: int) -> list[int]:
+        """Append `count` blocks to the table of `rid` and return the new ones; idle blocks are evicted for them.
+
+        Raises LedgerError when fewer are available: the policy asks before it allocates.
         """
-        if count > len(self._free):
-            raise LedgerError(f"request {rid} was given {count} blocks of {len(self._free)} free ones")
+        if count > self.available:
+            raise LedgerError(f"request {rid} was given {count} blocks of {self.available} available ones")
+        while len(self._free) < count and self.tree is not None:
+            heapq.heappush(self._free, self.tree.evict())
         new = [heapq.heappop(self._free) for _ in range(count)]
+        for block in new:
+            self._references[block] = 1
         self._held.setdefault(rid, []).extend(new)
         return new
 
-    def release(self, rid: int) -> int:
-        """Give back every block of `rid`. Idempotent; returns how many came back."""
-        blocks = self._held.pop(rid, [])
+    def share(self, rid: int, blocks: Sequence[int]) -> None:
+        """Begin the table of `rid` with blocks that the tree knows."""
+        table = self._held.setdefault(rid, [])
         for block in blocks:
-            heapq.heappush(self._free, block)
+            self._take(block)
+            table.append(block)
+
+    def idle_among(self, blocks: Sequence[int]) -> int:
+        """How many of these nobody holds: sharing them makes them unavailable."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def filled(self, rid: int, index: int, key: bytes) -> bool:
+        """Block `index` of `rid` is full, and `key` says of what. True when its table changed: an equal block was there
+        first, the request uses that one from now on, and its own is free."""
+        if self.tree is None:
+            return False
+        table = self._held[rid]
+        own = table[index]
+        shared = self.tree.insert(key, table[index - 1] if index else None, own)
+        if shared == own:
+            return False
+        self._take(shared)
+        table[index] = shared
+        self._let_go(own)
+        return True
+
+    def release(self, rid: int) -> int:
+        """Let go of every block of `rid`. Idempotent; returns how many there were."""
+        blocks = self._held.pop(rid, [])
+        # The end of a chain goes first, so that it is the first to be evicted.
+        for block in reversed(blocks):
+            self._let_go(block)
         return len(blocks)
 
+    def _take(self, block: int) -> None:
+        if self._references[block] == 0 and self.tree is not None:
+            self.tree.hold(block)
+        self._references[block] += 1
+
+    def _let_go(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block]:
+            return
+        if self.tree is not None and block in self.tree:
+            self.tree.let_go(block)
+        else:
+            heapq.heappush(self._free, block)
+
     def audit(self) -> None:
-        """Raise LedgerError unless every block has exactly one owner: the free list or one request."""
-        owners = np.zeros(self.num_blocks, dtype=np.int64)
-        for blocks in (self._free, *self._held.values()):
+        """Raise LedgerError unless every block is free, or held as often as its references say, or idle in the tree."""
+        holders = np.zeros(self.num_blocks, dtype=np.int64)
+        for blocks in self._held.values():
             for block in blocks:
-                owners[block] += 1
-        wrong = np.flatnonzero(owners != 1)
+                holders[block] += 1
+        free = np.zeros(self.num_blocks, dtype=np.int64)
+        for block in self._free:
+            free[block] += 1
+        known = np.zeros(self.num_blocks, dtype=bool)
+        known[self.tree.blocks() if self.tree is not None else []] = True
+        idle = known & (holders == 0)
+        owners = (holders > 0).astype(np.int64) + free + idle
+        wrong = np.flatnonzero((owners != 1) | (holders != np.array(self._references)))
         if wrong.size:
-            raise LedgerError(f"blocks {wrong[:8].tolist()} have {owners[wrong[:8]].tolist()} owners instead of one")
+            raise LedgerError(f"blocks {wrong[:8].tolist()} have {owners[wrong[:8]].tolist()} kinds of owners, not one")
+        if int(idle.sum()) != self.idle:
+            raise LedgerError(f"{int(idle.sum())} blocks are idle, the tree counts {self.idle}")

@@ -11,6 +11,8 @@ and reports back with chunk_done, stepped, swapped_out, swapped_in and end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, ResidencyConfig, State, Step
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
@@ -31,10 +33,13 @@ class Residency:
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
-    def submit(self, rid: int, length: int, total: int, priority: int = 0) -> None:
-        """`length` tokens are known; at most `total` will be stored. `fits_alone(total)` must hold."""
+    def submit(self, rid: int, length: int, total: int, priority: int = 0, keys: Sequence[bytes] = ()) -> None:
+        """`length` tokens are known; at most `total` will be stored. `fits_alone(total)` must hold. `keys` are those of
+        the full blocks among the known tokens."""
         self._arrivals += 1
-        self.entries[rid] = Entry(rid=rid, arrival=self._arrivals, length=length, total=total, priority=priority)
+        self.entries[rid] = Entry(
+            rid=rid, arrival=self._arrivals, length=length, total=total, priority=priority, keys=list(keys)
+        )
 
     def fits_alone(self, total: int) -> bool:
         return blocks_for(total, self.block_size) <= self.ledger.num_blocks
@@ -71,7 +76,7 @@ class Residency:
         for entry in outside:
             if residents >= self.config.max_running:
                 break
-            if self._blocks_wanted(entry) <= self._room(entry, growth, residents):
+            if self._cost(entry) <= self._room(entry, growth, residents):
                 self._bring_in(entry, moves)
                 residents += 1
                 continue
@@ -87,7 +92,7 @@ class Residency:
         moves = Moves([], [], [], [], [])
         for entry in sorted(self._in_state(State.DECODE), key=lambda e: e.seniority):
             short = blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid)
-            if short <= self.ledger.free:
+            if short <= self.ledger.available:
                 if short > 0:
                     self.ledger.grow(entry.rid, short)
                 rows.append(entry.rid)
@@ -178,6 +183,20 @@ class Residency:
         for entry in self.entries.values():
             entry.swap_refused = False
 
+    def unregistered(self, rid: int) -> range:
+        """Full blocks that the tree has not been told of yet."""
+        entry = self.entries[rid]
+        if self.ledger.tree is None:
+            return range(0)
+        return range(entry.registered, entry.cached // self.block_size)
+
+    def filled(self, rid: int, index: int) -> bool:
+        """Block `index` is full and `entry.keys[index]` is known. True when its place in the table was taken by an
+        equal block that was there first. Not while a kernel uses the table."""
+        entry = self.entries[rid]
+        entry.registered = index + 1
+        return self.ledger.filled(rid, index, entry.keys[index])
+
     # --- the rules --------------------------------------------------------------------------------------------
 
     def _in_state(self, *states: State) -> list[Entry]:
@@ -200,9 +219,21 @@ class Residency:
         stored = entry.length if entry.state is State.WAITING else max(entry.cached, entry.target)
         return blocks_for(min(stored + 1, entry.total), self.block_size)
 
+    def _known_blocks(self, entry: Entry) -> list[int]:
+        """Filled blocks that a request which has nothing stored can begin with. At least one token is left to compute:
+        somebody must produce the logits. (A swapped one comes back with blocks of its own.)"""
+        if entry.state is not State.WAITING or self.ledger.tree is None:
+            return []
+        return self.ledger.tree.match(entry.keys[: (entry.length - 1) // self.block_size])
+
+    def _cost(self, entry: Entry) -> int:
+        """Available blocks that bringing it in uses up: blocks that others hold already cost nothing."""
+        known = self._known_blocks(entry)
+        return self._blocks_wanted(entry) - len(known) + self.ledger.idle_among(known)
+
     def _room(self, entry: Entry, growth: int, residents: int) -> int:
         """Free blocks, less what running requests need for their next token, less the watermark for parked ones."""
-        room = self.ledger.free - growth
+        room = self.ledger.available - growth
         return room - self.config.watermark_blocks if entry.parks and residents else room
 
     def _growth_demand(self) -> int:
@@ -212,7 +243,9 @@ class Residency:
         )
 
     def _bring_in(self, entry: Entry, moves: Moves) -> None:
-        self.ledger.grow(entry.rid, self._blocks_wanted(entry))
+        known = self._known_blocks(entry)
+        self.ledger.share(entry.rid, known)
+        self.ledger.grow(entry.rid, self._blocks_wanted(entry) - len(known))
         entry.yielded = 0
         entry.last_active = self._turn
         if self._claimant == entry.rid:
@@ -223,7 +256,8 @@ class Residency:
         else:
             entry.state = State.PREFILL
             entry.target = entry.length
-            entry.cached = 0
+            entry.registered = len(known)
+            entry.cached = len(known) * self.block_size
             moves.admitted.append(entry.rid)
 
     def _may_preempt(self, entry: Entry) -> bool:
@@ -237,20 +271,21 @@ class Residency:
         return self.config.swap and not victim.swap_refused
 
     def _make_room(self, newcomer: Entry, room: int, moves: Moves) -> None:
-        short = self._blocks_wanted(newcomer) - room - self._arriving_blocks()
+        short = self._cost(newcomer) - room - self._arriving_blocks()
         victims = [victim for victim in self._victims(newcomer) if self._can_swap(victim)]
-        if short <= 0 or sum(self.ledger.held(victim.rid) for victim in victims) < short:
+        if short <= 0 or sum(self.ledger.exclusive(victim.rid) for victim in victims) < short:
             return
         self._claimant = newcomer.rid
         for victim in victims:
             if short <= 0:
                 return
-            short -= self.ledger.held(victim.rid)
+            short -= self.ledger.exclusive(victim.rid)
             self._start_swap_out(victim, moves)
 
     def _arriving_blocks(self) -> int:
         """Blocks that swaps under way will free."""
-        return sum(self.ledger.held(e.rid) for e in self.entries.values() if e.state is State.SWAPPING_OUT or e.ended)
+        leaving = (e for e in self.entries.values() if e.state is State.SWAPPING_OUT or e.ended)
+        return sum(self.ledger.exclusive(entry.rid) for entry in leaving)
 
     def _victims(self, wanting: Entry, forced: bool = False) -> list[Entry]:
         """Who may be moved out for `wanting`, the best victim first: lowest priority, least recently active, youngest.

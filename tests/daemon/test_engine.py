@@ -29,7 +29,7 @@ def settled(engine: Engine) -> None:
     host.residency.ledger.audit()
     assert host.residency.entries == {}
     assert host.requests == {}
-    assert host.residency.ledger.free == host.plan.num_blocks
+    assert host.residency.ledger.available == host.plan.num_blocks
     assert host.arena.used_bytes == 0
 
 
@@ -133,7 +133,7 @@ def test_without_host_memory_requests_are_computed_again_and_nothing_changes(tin
     prompts = [f"{PROMPT} {number}" for number in range(4)]
     fields = {"max_new_tokens": 60, "ignore_eos": True}
     settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 14, "residency_quantum": 1}
-    with Engine(tiny_path, cpu_offload=False, **settings) as engine:
+    with Engine(tiny_path, cpu_offload=False, prefix_cache=False, **settings) as engine:
         alone = [solo(engine, prompt, **fields) for prompt in prompts]
         together = [stream.result() for stream in [engine.generate(prompt, **fields) for prompt in prompts]]
         assert [result.ids for result in together] == alone
@@ -406,3 +406,64 @@ def test_deadlines_of_finished_requests_are_forgotten(tiny_path):
         for _ in range(150):
             engine.complete("x", max_new_tokens=1, deadline_ms=3_600_000)
         assert len(engine.admission._deadlines) <= 2 * 1 + 66
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_a_prompt_that_was_seen_before_is_not_computed_again_and_the_answer_is_the_same(
+    tiny_path, kv_format, block_size
+):
+    prompt = list(range(1, 120))
+    fields = {"max_new_tokens": 20, "ignore_eos": True}
+    settings = {"kv_cache_dtype": kv_format, "block_size": block_size, "batch_invariant": True, "num_blocks": 64}
+    with Engine(tiny_path, prefix_cache=False, **settings) as engine:
+        expected = engine.complete(prompt, **fields)
+        assert expected.usage["cached_tokens"] == engine.complete(prompt, **fields).usage["cached_tokens"] == 0
+    with Engine(tiny_path, **settings) as engine:
+        first, second = engine.complete(prompt, **fields), engine.complete(prompt, **fields)
+        assert first.ids == second.ids == expected.ids
+        assert first.usage["cached_tokens"] == 0
+        assert second.usage["cached_tokens"] == 118 // block_size * block_size
+        other = engine.complete(prompt, cache_salt="somebody else", **fields)
+        assert other.usage["cached_tokens"] == 0
+        assert other.ids == expected.ids
+        settled(engine)
+
+
+def test_the_next_turn_of_a_talk_finds_prompt_and_answer_of_the_one_before(tiny_path):
+    with Engine(tiny_path, batch_invariant=True, num_blocks=64) as engine:
+        first = engine.complete(list(range(1, 60)), max_new_tokens=40, ignore_eos=True)
+        longer = [*range(1, 60), *first.ids, 7, 7, 7]
+        second = engine.complete(longer, max_new_tokens=10, ignore_eos=True)
+        assert second.usage["cached_tokens"] == 98 // 16 * 16
+    with Engine(tiny_path, batch_invariant=True, prefix_cache=False, num_blocks=64) as engine:
+        assert engine.complete(longer, max_new_tokens=10, ignore_eos=True).ids == second.ids
+
+
+def test_equal_prompts_in_flight_share_blocks_and_say_the_same(tiny_path):
+    prompt = list(range(1, 100))
+    fields = {"max_new_tokens": 60, "ignore_eos": True}
+    with Engine(tiny_path, batch_invariant=True, num_blocks=64, prefill_chunk_tokens=16) as engine:
+        streams = [engine.generate(prompt, **fields) for _ in range(4)]
+        for stream in streams:
+            next(event for event in stream if event.text or getattr(event, "ids", ()))
+        assert engine.host.residency.ledger.used < 4 * 7, "four prompts of seven blocks each"
+        assert len({stream.result().ids for stream in streams}) == 1
+        settled(engine)
+
+
+@pytest.mark.parametrize("cpu_offload", [True, False])
+def test_sharing_and_a_pool_that_is_too_small_go_together(tiny_path, cpu_offload):
+    """Prompts of two families, more of them than fit: evictions, swaps or recomputation, and remapped blocks."""
+    prompts = [[family] * 40 + list(range(10, 10 + number)) for number in range(1, 5) for family in (3, 4)]
+    fields = {"max_new_tokens": 40, "ignore_eos": True}
+    settings = {"batch_invariant": True, "block_size": 8, "residency_quantum": 1, "cpu_offload": cpu_offload}
+    with Engine(tiny_path, num_blocks=64, prefix_cache=False, **settings) as engine:
+        expected = [engine.complete(prompt, **fields).ids for prompt in prompts]
+    with Engine(tiny_path, num_blocks=16, **settings) as engine:
+        for _ in range(3):
+            results = [stream.result() for stream in [engine.generate(prompt, **fields) for prompt in prompts]]
+            assert [result.ids for result in results] == expected
+        settled(engine)
+        time.sleep(0.3)
+        assert engine.status()["counters"]["prefix_cache_hits_total"] > 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from deepinfer.stages.memory.entries import RUNNING, ResidencyConfig, State
 from deepinfer.stages.memory.ledger import BlockLedger, LedgerError
+from deepinfer.stages.memory.prefix import PrefixTree, chain_keys, root_key
 from deepinfer.stages.memory.residency import Residency
 
 BLOCK = 4
@@ -24,10 +26,14 @@ class Simulation:
     host_blocks: int = 1_000_000
     slow: int = 3
     copy_failures: float = 0.0
+    sharing: bool = False
+    """With a prefix tree; requests of one family have the same tokens as far as both go."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.ledger = BlockLedger(self.num_blocks)
+        self.ledger = BlockLedger(self.num_blocks, PrefixTree() if self.sharing else None)
+        self.tokens: dict[int, np.ndarray] = {}
+        self.found_tokens = 0
         self.policy = Residency(self.ledger, BLOCK, self.config)
         self.wanted: dict[int, int] = {}
         self.produced: dict[int, int] = {}
@@ -35,14 +41,20 @@ class Simulation:
         self.transfers: list[tuple[int, str, int]] = []
         self.payloads: dict[int, int] = {}
         self.chunks: list = []
+        self.content: dict[int, bytes] = {}
         self.swaps = 0
         self.residencies: dict[int, int] = {}
         self.max_parks_seen = 0
 
-    def submit(self, rid: int, prompt: int, new: int, priority: int = 0) -> None:
+    def keys(self, rid: int, length: int) -> list[bytes]:
+        return chain_keys(root_key("test"), self.tokens[rid][:length], BLOCK)
+
+    def submit(self, rid: int, prompt: int, new: int, priority: int = 0, family: int = 0) -> None:
+        common = np.random.default_rng(family).integers(0, 9, 1000)
+        self.tokens[rid] = np.concatenate([common[:prompt], np.full(new, 100 + rid)]).astype(np.int32)
         self.wanted[rid] = new
         self.produced[rid] = 0
-        self.policy.submit(rid, prompt, prompt + new - 1, priority)
+        self.policy.submit(rid, prompt, prompt + new - 1, priority, self.keys(rid, prompt))
 
     def cancel(self, rid: int) -> None:
         state = self.policy.end(rid)
@@ -63,6 +75,7 @@ class Simulation:
             entry = self.policy.entries[rid]
             assert self.ledger.held(rid) * BLOCK >= entry.cached + 1
             self.policy.stepped(rid)
+            self._register(rid)
             self._produce(rid)
         self.chunks = self.policy.chunk()
         self.ledger.audit()
@@ -77,6 +90,7 @@ class Simulation:
             self.transfers.append((self.random.randint(0, self.slow), "in", rid))
         for rid in moves.admitted:
             self._note_return(rid)
+            self.found_tokens += self.policy.entries[rid].cached
         for rid in moves.exhausted:
             self.policy.end(rid)
             self.finished[rid] = "kv_exhausted"
@@ -116,8 +130,23 @@ class Simulation:
     def _finish_chunks(self) -> None:
         chunks, self.chunks = self.chunks, []
         for chunk in chunks:
-            if self.policy.chunk_done(chunk.rid, chunk.count) and chunk.last:
+            alive = self.policy.chunk_done(chunk.rid, chunk.count)
+            if alive:
+                self._register(chunk.rid)
+            if alive and chunk.last:
                 self._produce(chunk.rid)
+
+    def _register(self, rid: int) -> None:
+        """Every block of the table must hold this request's own tokens, whoever computed them."""
+        entry = self.policy.entries[rid]
+        entry.keys = self.keys(rid, entry.cached)
+        for index in self.policy.unregistered(rid):
+            block = self.ledger.block(rid, index)
+            self.content[block] = entry.keys[index]
+            self.policy.filled(rid, index)
+        for index in range(entry.registered):
+            if entry.parks == 0:
+                assert self.content[self.ledger.block(rid, index)] == entry.keys[index]
 
     def _produce(self, rid: int) -> None:
         self.produced[rid] += 1
@@ -151,7 +180,7 @@ def turn_until(simulation: Simulation, condition) -> None:
 
 
 def assert_all_returned(simulation: Simulation) -> None:
-    assert simulation.ledger.free == simulation.num_blocks
+    assert simulation.ledger.available == simulation.num_blocks
     assert simulation.payloads == {}
     assert simulation.policy.entries == {}
 
@@ -169,26 +198,28 @@ def test_the_reference_smoke_swaps_and_resumes_once_a_round():
     assert_all_returned(simulation)
 
 
-@pytest.mark.parametrize("policy", ["swap", "recompute", "small host", "failing copies"])
+@pytest.mark.parametrize(
+    "policy", ["swap", "recompute", "small host", "failing copies", "sharing", "sharing and recompute"]
+)
 def test_every_request_ends_with_all_its_tokens_in_pools_barely_larger_than_one(policy):
     for seed in range(400):
         rng = random.Random(seed)
         blocks = rng.randint(4, 12)
         longest = int(blocks * BLOCK / 1.2)
         config = ResidencyConfig(
-            swap=policy != "recompute",
+            swap="recompute" not in policy,
             prefill_chunk_tokens=rng.choice([3, 8, 64]),
             quantum=rng.choice([1, 4]),
             max_parks=rng.choice([1, 3]),
         )
-        simulation = Simulation(blocks, seed, config)
+        simulation = Simulation(blocks, seed, config, sharing="sharing" in policy)
         if policy == "small host":
             simulation.host_blocks = blocks // 2
         if policy == "failing copies":
             simulation.copy_failures = 0.5
         for rid in range(rng.randint(2, 10)):
             prompt = rng.randint(1, longest - 2)
-            simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]))
+            simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]), rid % 2)
             for _ in range(rng.randint(0, 4)):
                 simulation.turn()
         simulation.run(3000)

@@ -1,0 +1,127 @@
+"""What `deepinfer-daemon stress swap` is told: the pool, the load, the faults, and the limits it checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.daemon.config import ConfigError, EngineConfig, setting
+
+SCENARIOS = ("random", "smoke")
+SMOKE_NEW_TOKENS = 8
+FORMATS = ("auto", "fp16", "int8", "fp8_e4m3", "fp8_e5m2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StressConfig:
+    """Rates are probabilities from 0 to 1. The seed decides what is asked and which copies fail, not when."""
+
+    model: str = setting("smollm2-135m", "A folder, a GGUF file, an alias, or a hub id.")
+    scenario: str = setting(
+        "random",
+        "random: arrivals, cancels and priorities by the seed. smoke: in turns, two requests that each need the pool.",
+        SCENARIOS,
+    )
+    seed: int = setting(0, "Seed of prompts, arrivals, cancels, priorities and faults.")
+    num_blocks: int = setting(12, "KV blocks of the pool.")
+    block_size: int = setting(16, "Tokens of one KV block.")
+    clients: int = setting(6, "Connections, each with one open request.")
+    requests: int = setting(60, "Requests of one KV format.")
+    duration: float | None = setting(None, "Seconds after which nothing new is asked, whatever --requests says.")
+    distinct: int = setting(12, "Different requests; each is first run alone, which gives what it must say.")
+    request_blocks: str | None = setting(None, "LEAST:MOST blocks of a request. [default: a quarter to all of them]")
+    new_tokens: str = setting("4:32", "LEAST:MOST new tokens of a request; its prompt is the rest of its blocks.")
+    pause: float = setting(0.005, "Mean seconds between the requests of one client.")
+    max_cpu_offload_mb: int = setting(256, "Host memory for swapped requests, in MiB.")
+    host_blocks: int | None = setting(None, "Leave only this many blocks of the host memory; 0 is legal.")
+    cancel: float = setting(0.0, "Rate of requests that their client cancels, at a random moment.")
+    priorities: int = setting(1, "Priorities in use, from 0 on; 1 is all equal.")
+    slow_copies: str | None = setting(None, "RATE:SECONDS of copies that take longer.")
+    failed_copies: float = setting(0.0, "Rate of copies that fail.")
+    corrupt_copies: float = setting(0.0, "Rate of copies with one wrong byte: the checks must then fail.")
+    fitting: bool = setting(False, "Also run the same requests only as many at a time as fit, and compare tokens/s.")
+    rss_limit_mb: int = setting(32, "Growth of the process that is still called flat, in MiB.")
+    stall_s: float = setting(60.0, "Seconds without any event after which the run has hung.")
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value that cannot work."""
+        for name in ("num_blocks", "clients", "requests", "distinct", "priorities"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("cancel", "failed_copies", "corrupt_copies"):
+            _check_rate(name, getattr(self, name))
+        if self.scenario not in SCENARIOS:
+            raise ConfigError(f"scenario is {self.scenario!r}; it must be one of: {', '.join(SCENARIOS)}")
+        if self.host_blocks is not None and self.host_blocks < 0:
+            raise ConfigError(f"host_blocks is {self.host_blocks}; it must be 0 or more")
+        if self.scenario == "smoke" and self.num_blocks * self.block_size <= SMOKE_NEW_TOKENS:
+            raise ConfigError(f"num_blocks is {self.num_blocks}; the smoke needs room for {SMOKE_NEW_TOKENS} new tokens")
+        least, most = self.block_range
+        if not 1 <= least <= most <= self.num_blocks:
+            raise ConfigError(f"request_blocks is {least}:{most}; it must lie within 1:{self.num_blocks}")
+        least, most = self.new_token_range
+        if not 1 <= least <= most:
+            raise ConfigError(f"new_tokens is {least}:{most}; it must be LEAST:MOST with 1 <= LEAST <= MOST")
+        _check_rate("slow_copies", self.slow[0])
+
+    @property
+    def block_range(self) -> tuple[int, int]:
+        if self.request_blocks is None:
+            return max(1, self.num_blocks // 4), self.num_blocks
+        return _pair("request_blocks", self.request_blocks, int)
+
+    @property
+    def new_token_range(self) -> tuple[int, int]:
+        return _pair("new_tokens", self.new_tokens, int)
+
+    @property
+    def slow(self) -> tuple[float, float]:
+        """Rate and seconds."""
+        return (0.0, 0.0) if self.slow_copies is None else _pair("slow_copies", self.slow_copies, float)
+
+
+def _check_rate(name: str, rate: float) -> None:
+    if not 0 <= rate <= 1:
+        raise ConfigError(f"{name} is {rate}; a rate lies between 0 and 1")
+
+
+def _pair(name: str, text: str, number: type) -> tuple[Any, Any]:
+    first, colon, second = text.partition(":")
+    try:
+        return number(first), number(second if colon else first)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; it must be two numbers, as in 1:2") from None
+
+
+def engine_settings(assignments: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE, where NAME is a field of EngineConfig, to keyword arguments. Raises ConfigError."""
+    hints = typing.get_type_hints(EngineConfig)
+    settings = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        name = name.replace("-", "_")
+        if not equals or name not in hints:
+            known = ", ".join(field.name for field in dataclasses.fields(EngineConfig))
+            raise ConfigError(f"set is {assignment!r}; it must be NAME=VALUE with a NAME of: {known}")
+        settings[name] = _value(name, text, hints[name])
+    return settings
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    kind = next(part for part in typing.get_args(hint) if part is not type(None)) if _optional(hint) else hint
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ConfigError(f"{name} is {text!r}; it must be true or false")
+        return text == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; it must be of type {kind.__name__}") from None
+
+
+def _optional(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType)
