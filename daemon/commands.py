@@ -92,7 +92,10 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     requests = ", ".join(f"{count} {state}" for state, count in status["requests"].items() if count) or "none"
     return [
         ("requests", requests),
-        ("blocks", f"{blocks['free']:,} of {blocks['total']:,} free"),
+        (
+            "blocks",
+            f"{blocks['free']:,} of {blocks['total']:,} free, {blocks['cached']:,} of them keep prompts for reuse",
+        ),
         ("host", f"{offload['payload_bytes']:,} of {offload['budget_bytes']:,} bytes in use"),
         (
             "swaps",

@@ -11,27 +11,27 @@ import zmq
 from deepinfer.clients import DeepInferError
 from deepinfer.clients.streams import StreamState
 from deepinfer.clients.wire import pack_request, unpack_event
-from deepinfer.daemon.stress_jobs import Job, Question
+from deepinfer.daemon.stress_jobs import Job, Question, Start
 
 POLL_SECONDS = 0.05
 PING_ID = "last"
 
 
 class Outcome(NamedTuple):
-    """How one job ended, as its client saw it."""
+    """How one job ended, as its client saw it. Times in seconds."""
 
     job: Job
     reason: str
     """A finish reason, or "error"."""
-    error: str
-    ids: tuple[int, ...]
-    logprobs: tuple[Any, ...]
-    preempted: int
-    resumed: int
-    parks: int
-    longest_gap: float
-    swapped_seconds: float
-    cancel_sent: bool
+    error: str = ""
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[Any, ...] = ()
+    preempted: int = 0
+    resumed: int = 0
+    parks: int = 0
+    longest_gap: float = 0.0
+    swapped_seconds: float = 0.0
+    cancel_sent: bool = False
 
 
 class OpenStream:
@@ -53,27 +53,33 @@ class OpenStream:
         try:
             self._state.feed(event)
         except DeepInferError as error:
-            return self._outcome("error", str(error))
+            return self._failed(str(error))
         if event["event"] in self.seen:
             self.seen[event["event"]] += 1
-        return self._outcome("", "") if self._state.ended else None
+        return self._finished() if self._state.ended else None
 
-    def _outcome(self, reason: str, error: str) -> Outcome:
-        answer = None if error else self._state.completion()
-        timings = answer.timings if answer else {}
+    def _failed(self, error: str) -> Outcome:
+        return Outcome(self.job, "error", error, **self._seen())
+
+    def _finished(self) -> Outcome:
+        answer = self._state.completion()
         return Outcome(
             self.job,
-            reason=answer.finish_reason if answer else reason,
-            error=error,
-            ids=answer.ids if answer else (),
-            logprobs=answer.logprobs if answer else (),
-            preempted=self.seen["preempted"],
-            resumed=self.seen["resumed"],
-            parks=int(timings.get("parks", 0)),
-            longest_gap=timings.get("longest_gap_s", 0.0),
-            swapped_seconds=timings.get("swapped_s", 0.0),
-            cancel_sent=self.cancel_sent,
+            answer.finish_reason,
+            ids=answer.ids,
+            logprobs=answer.logprobs,
+            parks=int(answer.timings["parks"]),
+            longest_gap=answer.timings["longest_gap_s"],
+            swapped_seconds=answer.timings["swapped_s"],
+            **self._seen(),
         )
+
+    def _seen(self) -> dict[str, Any]:
+        return {
+            "preempted": self.seen["preempted"],
+            "resumed": self.seen["resumed"],
+            "cancel_sent": self.cancel_sent,
+        }
 
 
 class Connection:
@@ -121,7 +127,7 @@ class Drive:
         self._questions = questions
         self._ended = ended
         self._alive = alive
-        self._moments: set[tuple[int, str]] = set()
+        self._moments: set[Start] = set()
         self._connections = [Connection(context, endpoint) for _ in range(clients)]
         self._poller = zmq.Poller()
         for connection in self._connections:
@@ -181,13 +187,13 @@ class Drive:
                 continue
             outcome = stream.feed(event)
             if event["event"] == "token":
-                self._moments.add((stream.job.number, "token"))
+                self._moments.add(Start(stream.job.number, "token"))
             if outcome is None:
                 connection.cancel_if_due()
                 continue
             connection.open = None
             self.outcomes.append(outcome)
-            self._moments |= {(stream.job.number, "token"), (stream.job.number, "end")}
+            self._moments |= {Start(stream.job.number, "token"), Start(stream.job.number, "end")}
             self._ended()
 
     def _collect_strays(self, patience: float) -> None:

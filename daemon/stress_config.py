@@ -59,7 +59,9 @@ class StressConfig:
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConfigError(f"host_blocks is {self.host_blocks}; it must be 0 or more")
         if self.scenario == "smoke" and self.num_blocks * self.block_size <= SMOKE_NEW_TOKENS:
-            raise ConfigError(f"num_blocks is {self.num_blocks}; the smoke needs room for {SMOKE_NEW_TOKENS} new tokens")
+            raise ConfigError(
+                f"num_blocks is {self.num_blocks}; the smoke needs room for {SMOKE_NEW_TOKENS} new tokens"
+            )
         least, most = self.block_range
         if not 1 <= least <= most <= self.num_blocks:
             raise ConfigError(f"request_blocks is {least}:{most}; it must lie within 1:{self.num_blocks}")

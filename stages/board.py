@@ -61,7 +61,11 @@ class StatusBoard:
             "engine": self.summary,
             "requests": {**self.front, **stats.get("states", {})},
             "swapped": stats.get("swapped_requests", 0),
-            "blocks": {"total": stats.get("num_blocks", 0), "free": stats.get("free_blocks", 0)},
+            "blocks": {
+                "total": stats.get("num_blocks", 0),
+                "free": stats.get("free_blocks", 0),
+                "cached": stats.get("cached_blocks", 0),
+            },
             "cpu_offload": {
                 "enabled": self.summary.get("cpu_offload_enabled", False),
                 "payload_bytes": stats.get("cpu_offload_bytes", 0),
