@@ -51,7 +51,7 @@ def run_bench(model: str, threads: int, rounds: int, with_peer: bool, output: Pa
 
 
 def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer: bool) -> dict[str, Any]:
-    options = ["--model", model, "--threads", str(threads), "--max-cache", "24576"]
+    options = ["--model", model, "--threads", str(threads), "--max-cache", "24576", "--no-prefix-cache"]
     main = stack.enter_context(_daemon(*options))
     invariant = stack.enter_context(_daemon(*options, "--batch-invariant"))
     formats = {name: stack.enter_context(_daemon(*options, "--kv-cache-dtype", name)) for name in FORMATS}

@@ -16,6 +16,9 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 """Tokens; those that the attention kernels are compiled for."""
 
 
+VICTIMS = ("lru", "smallest", "youngest")
+
+
 class ConfigError(ValueError):
     """A setting that cannot work. The message names the setting, its value and what would be right."""
 
@@ -57,6 +60,10 @@ class EngineConfig:
     cpu_offload: bool = setting(True, "Swap requests to host memory when the pool is full.")
     max_cpu_offload_mb: int = setting(2048, "Host memory for swapped requests, in MiB.")
     recompute: bool = setting(True, "Compute a request again when it lost its blocks and could not be swapped.")
+    victims: str = setting(
+        "lru", "Who is swapped out first: the least recently active, the smallest, or the youngest.", VICTIMS
+    )
+    verify_payloads: bool = setting(False, "Check a checksum of every swapped block when it comes back.")
     residency_quantum: int = setting(4, "Tokens that a request yields before it may be preempted.")
     max_parks: int = setting(8, "Preemptions after which a request is never preempted again.")
 

@@ -124,6 +124,7 @@ class EngineHost:
             ResidencyConfig(
                 max_running=config.max_running,
                 prefill_chunk_tokens=config.prefill_chunk_tokens,
+                victims=config.victims,
                 quantum=config.residency_quantum,
                 max_parks=config.max_parks,
                 swap=self.arena.num_rows > 0,
@@ -152,6 +153,7 @@ class EngineHost:
             self.pool.data,
             self.arena,
             copy,
+            config.verify_payloads,
         )
         self.stages = [self.prefill, self.offload, self.decode]
         for stage in self.stages:

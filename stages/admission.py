@@ -95,7 +95,7 @@ class AdmissionStage(Stage):
             Tokenize: self._tokenize,
             Detokenize: self._detokenize,
             Status: lambda route, op: self._reply(route, "status", op.id, self._board.status()),
-            Metrics: lambda route, op: self._reply(route, "metrics", op.id, self._board.stats),
+            Metrics: lambda route, op: self._reply(route, "metrics", op.id, self._board.metrics()),
             Models: self._models,
             Ping: lambda route, op: self._reply(route, "ping", op.id, {"phase": self._board.phase}),
         }

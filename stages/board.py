@@ -49,6 +49,11 @@ class StatusBoard:
         """Seconds since the engine was last heard of; 0 while it need not speak."""
         return monotonic() - self.stats_at if self.stats_at and self.phase in ("ready", "draining") else 0.0
 
+    def metrics(self) -> dict[str, Any]:
+        """Counters and gauges by the names of docs/operations.md."""
+        gauges = ("cpu_offload_enabled", "cpu_offload_budget_bytes")
+        return {**self.stats, **{name: self.summary[name] for name in gauges if name in self.summary}}
+
     def status(self) -> dict[str, Any]:
         """What `status` answers, on the client socket and on the control socket alike."""
         stats = self.stats

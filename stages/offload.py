@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -36,12 +37,16 @@ class OffloadStage(Stage):
         pool: torch.Tensor,
         arena: HostArena,
         copy: CopyRows = copy_rows,
+        verify: bool = False,
     ) -> None:
         super().__init__(context, inbox, outboxes)
         self._pool = pool
         self._arena = arena
         self._copy = copy
+        self._verify = verify
+        """Compute a checksum of each pool row before it is copied, and compare it when the row is back."""
         self._payloads: dict[int, list[int]] = {}
+        self._checksums: dict[int, list[int]] = {}
         self.on(SwapOut, self._on_swap_out)
         self.on(SwapIn, self._on_swap_in)
         self.on(DropPayload, self._on_drop)
@@ -61,6 +66,8 @@ class OffloadStage(Stage):
             self.send("decode", SwapOutDone(rid=message.rid, error=f"copy to the host failed: {error}"))
             return
         self._payloads[message.rid] = rows
+        if self._verify:
+            self._checksums[message.rid] = self._row_checksums(message.blocks)
         self.send(
             "decode",
             SwapOutDone(
@@ -90,6 +97,10 @@ class OffloadStage(Stage):
                 self._copy(self._pool[copy.block : copy.block + copy.count], self._arena.view(copy))
         except (RuntimeError, OSError) as failure:
             error = f"copy from the host failed: {failure}"
+        if self._verify and not error:
+            before, after = self._checksums[message.rid], self._row_checksums(message.blocks[: len(rows)])
+            if before != after:
+                error = f"{sum(a != b for a, b in zip(before, after, strict=True))} blocks came back changed"
         self._drop(message.rid)
         self.send(
             "decode",
@@ -102,10 +113,14 @@ class OffloadStage(Stage):
             ),
         )
 
+    def _row_checksums(self, blocks: list[int]) -> list[int]:
+        return [zlib.crc32(self._pool[block].cpu().numpy().data) for block in blocks]
+
     def _on_drop(self, message: DropPayload) -> None:
         self._drop(message.rid)
 
     def _drop(self, rid: int) -> None:
+        self._checksums.pop(rid, None)
         rows = self._payloads.pop(rid, None)
         if rows is not None:
             self._arena.give_back(rows)

@@ -72,6 +72,8 @@ class ResidencyConfig:
     max_running: int = 64
     """Requests that hold blocks at the same time."""
     prefill_chunk_tokens: int = 256
+    victims: str = "lru"
+    """Who moves out first among equals in priority: lru, smallest or youngest."""
     quantum: int = 4
     """Tokens that a residency yields before the request may be made a victim."""
     max_parks: int = 8

@@ -288,7 +288,8 @@ class Residency:
         return sum(self.ledger.exclusive(entry.rid) for entry in leaving)
 
     def _victims(self, wanting: Entry, forced: bool = False) -> list[Entry]:
-        """Who may be moved out for `wanting`, the best victim first: lowest priority, least recently active, youngest.
+        """Who may be moved out for `wanting`, the best victim first: the lowest priority, then as `config.victims`
+        says, then the youngest.
 
         `forced` sets the quantum aside: nothing else can move.
         """
@@ -302,7 +303,9 @@ class Residency:
             and entry.priority <= wanting.priority
             and (forced or entry.yielded >= self.config.quantum)
         ]
-        return sorted(victims, key=lambda e: (e.priority, e.last_active, -e.arrival))
+        rank = {"lru": lambda e: e.last_active, "smallest": lambda e: self.ledger.held(e.rid), "youngest": lambda e: 0}
+        order = rank[self.config.victims]
+        return sorted(victims, key=lambda e: (e.priority, order(e), -e.arrival))
 
     def _relieve(self, stalled: list[Entry], others_run: bool, moves: Moves) -> None:
         """Find blocks for requests that cannot take their next token, for the most senior one first."""

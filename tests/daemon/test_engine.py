@@ -16,6 +16,23 @@ from deepinfer.stages.memory.entries import State
 
 FORMATS = ["auto", "fp16", "int8", "fp8", "e5m2"]
 PROMPT = "The quick brown fox jumps"
+SWAP_METRICS = [
+    "requests_swapped_total",
+    "requests_resumed_total",
+    "kv_cpu_offload_blocks_total",
+    "kv_cpu_offload_bytes_total",
+    "kv_cpu_offload_failed_total",
+    "kv_cpu_offload_rejected_total",
+    "kv_cpu_reload_blocks_total",
+    "cpu_offload_seconds",
+    "cpu_reload_seconds",
+    "swapped_requests",
+    "cpu_offload_bytes",
+    "cpu_offload_budget_bytes",
+    "cpu_offload_enabled",
+    "max_swapped_requests",
+]
+"""The names that the reference system gave them."""
 
 
 def settled(engine: Engine) -> None:
@@ -465,3 +482,41 @@ def test_sharing_and_a_pool_that_is_too_small_go_together(tiny_path, cpu_offload
         settled(engine)
         time.sleep(0.3)
         assert engine.status()["counters"]["prefix_cache_hits_total"] > 0
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_payload_that_changed_on_the_host_is_noticed_and_computed_again(tiny_path, verify):
+    """With the check off, the control arm, the damage reaches the answer."""
+    fields = {"max_new_tokens": 24, "ignore_eos": True}
+    damaged = {"count": 0}
+
+    def damage(destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source)
+        damaged["count"] += 1
+        if damaged["count"] == 2:
+            destination[0] ^= 0x15
+
+    settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 32, "verify_payloads": verify}
+    with Engine(tiny_path, copy=damage, prefix_cache=False, **settings) as engine:
+        alone = solo(engine, PROMPT, **fields)
+        done: set[int] = set()
+        force_swaps(engine, lambda e: e.length == len(PROMPT) + 3 and e.rid not in done and not done.add(e.rid))
+        assert (solo(engine, PROMPT, **fields) == alone) == verify
+        settled(engine)
+        time.sleep(0.3)
+        assert engine.status()["counters"]["requests_recomputed_total"] == int(verify)
+
+
+@pytest.mark.parametrize("victims", ["lru", "smallest", "youngest"])
+def test_every_victim_policy_loses_nothing(tiny_path, victims):
+    prompts = [[number] * (10 + 5 * number) for number in range(1, 5)]
+    fields = {"max_new_tokens": 40, "ignore_eos": True}
+    settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 14, "residency_quantum": 1}
+    with Engine(tiny_path, victims=victims, **settings) as engine:
+        alone = [solo(engine, prompt, **fields) for prompt in prompts]
+        together = [stream.result() for stream in [engine.generate(prompt, **fields) for prompt in prompts]]
+        assert [result.ids for result in together] == alone
+        settled(engine)
+        metrics = engine.client.metrics()
+        for name in SWAP_METRICS:
+            assert name in metrics
