@@ -1,4 +1,7 @@
-"""The 4-bit matmul through the CUDA kernels, on whatever back end runs them. Called as those of kernels.linear."""
+"""Matmul forms of the CUDA kernels, on whatever back end runs them. Called as those of kernels.linear.
+
+Their rows are bit-equal for every row count, but for `CudaW4A16Linear` with many rows unless told so.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer.kernels.cuda.gemv_plan import (
+    DEQUANT_WARPS,
+    MAX_ROWS,
+    GemvPlan,
+    dequant_source,
+    gemv_source,
+    plan_gemv,
+)
 from deepinfer.kernels.cuda.kernel_table import compiled
 from deepinfer.kernels.cuda.launcher import Backend
-from deepinfer.kernels.cuda.w4_kernels import DEQUANT_WARPS, MAX_ROWS, GemvPlan, dequant_source, gemv_source, plan_gemv
-from deepinfer.kernels.cuda.w4_tiles import TILE_OUTPUTS, pack_tiles
+from deepinfer.kernels.cuda.weight_tiles import TILE_OUTPUTS, WeightTiles, pack_dense, pack_w4, pack_w8
 
 WORKSPACE_BYTES = 16 << 20
 """16-bit weights that exist at a time when many rows are multiplied."""
 
 
-class CudaW4A16Linear:
-    """Group-wise 4-bit weights w = scale * code + minimum, bf16 or fp16 activations, summed in fp32.
-
-    Up to 16 rows go through `dp_w4a16_gemv`, whose rows are bit-equal for every row count.
+class TiledLinear:
+    """Weights in tiles, bf16 or fp16 activations, summed in fp32, up to 16 rows a launch.
 
     Args:
-        codes: uint8 [M, K], 0 .. 15. scales, minima: fp32 [M, K / group_size]; kept in fp16.
-        bias: [M], kept in fp32, or None. group_size: 32, 64 or 128.
-        batch_invariant: more rows go through the same kernel too, 16 at a time. Otherwise the weights become 16-bit
-            ones, a piece at a time, for the library's matmul.
-        out_dtype: dtype of y if it is not that of x.
+        bias: [M], kept in fp32, or None. out_dtype: dtype of y if it is not that of x.
 
     Raises ValueError for shapes that do not fit, CompileError with the compiler's log.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        codes: Tensor,
-        scales: Tensor,
-        minima: Tensor,
-        bias: Tensor | None,
-        group_size: int,
-        batch_invariant: bool,
-        out_dtype: torch.dtype | None = None,
+        self, backend: Backend, tiles: WeightTiles, bias: Tensor | None, out_dtype: torch.dtype | None = None
     ) -> None:
-        if bias is not None and bias.shape != codes.shape[:1]:
-            raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
-        self.tiles = pack_tiles(codes, scales, minima, group_size, backend.device)
-        self._backend, self._out_dtype, self._batch_invariant = backend, out_dtype, batch_invariant
+        if bias is not None and bias.shape != (tiles.outputs,):
+            raise ValueError(f"bias {tuple(bias.shape)} does not fit weights with {tiles.outputs} outputs")
+        self.tiles = tiles
+        self._backend, self._out_dtype = backend, out_dtype
         self._bias = None if bias is None else bias.to(backend.device, torch.float32).contiguous()
         self._gemv: dict[tuple[int, torch.dtype, torch.dtype], tuple[Any, GemvPlan]] = {}
-        self.kind = f"w4a16 gemv ({backend.name})"
+        self.kind = f"w{tiles.bits}a16 gemv ({backend.name})"
 
     @property
     def weight_bytes(self) -> int:
@@ -70,9 +66,6 @@ class CudaW4A16Linear:
         if x.dim() != 2 or x.shape[1] != self.tiles.inputs or y.shape != (len(x), self.tiles.outputs):
             want = f"[N, {self.tiles.inputs}] and [N, {self.tiles.outputs}]"
             raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must be {want}")
-        if len(x) > MAX_ROWS and not self._batch_invariant:
-            self._multiply_dense(x, y)
-            return
         for first in range(0, len(x), MAX_ROWS):
             self._multiply_rows(x[first : first + MAX_ROWS], y[first : first + MAX_ROWS])
 
@@ -102,6 +95,61 @@ class CudaW4A16Linear:
             source = gemv_source(plan, self.tiles, dtype, out_dtype, self._bias is not None)
             self._gemv[key] = compiled(self._backend, source), plan
         return self._gemv[key]
+
+
+class CudaTiledDenseLinear(TiledLinear):
+    """Weights as they are, bf16 or fp16 [M, K], for activations of the same dtype."""
+
+    def __init__(
+        self, backend: Backend, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(backend, pack_dense(weight, backend.device), bias, out_dtype)
+
+
+class CudaW8A16Linear(TiledLinear):
+    """Group-wise int8 weights w = scale * code (GGUF's Q8_0). codes: int8 [M, K]. scales: fp32 [M, K / 32]."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(backend, pack_w8(codes, scales, backend.device), bias, out_dtype)
+
+
+class CudaW4A16Linear(TiledLinear):
+    """Group-wise 4-bit weights w = scale * code + minimum.
+
+    Args:
+        codes: uint8 [M, K], 0 .. 15. scales, minima: fp32 [M, K / group_size]; kept in fp16.
+        group_size: 32, 64 or 128.
+        batch_invariant: more than 16 rows are multiplied 16 at a time. Otherwise the weights become 16-bit ones, a
+            piece at a time, for the library's matmul.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        codes: Tensor,
+        scales: Tensor,
+        minima: Tensor,
+        bias: Tensor | None,
+        group_size: int,
+        batch_invariant: bool,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(backend, pack_w4(codes, scales, minima, group_size, backend.device), bias, out_dtype)
+        self._batch_invariant = batch_invariant
+
+    def multiply(self, x: Tensor, y: Tensor) -> None:
+        """See `TiledLinear.multiply`."""
+        if len(x) > MAX_ROWS and not self._batch_invariant:
+            self._multiply_dense(x, y)
+        else:
+            super().multiply(x, y)
 
     def _multiply_dense(self, x: Tensor, y: Tensor) -> None:
         tiles = self.tiles

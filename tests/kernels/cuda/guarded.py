@@ -1,4 +1,4 @@
-"""Run as a program: launches the 4-bit kernels on tensors that end where readable memory ends.
+"""Run as a program: launches the matmul kernels on tensors that end where readable memory ends.
 
 One byte too far, read or written, ends the process with a signal.
 """
@@ -14,7 +14,7 @@ import torch
 from w4_harness import Case
 
 from deepinfer.kernels.cuda.host_backend import HostBackend
-from deepinfer.kernels.cuda.linear import CudaW4A16Linear
+from deepinfer.kernels.cuda.linear import CudaTiledDenseLinear, CudaW8A16Linear, TiledLinear
 
 PROT_NONE = 0
 _regions = []
@@ -22,6 +22,8 @@ _regions = []
 
 def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of `tensor` whose last byte is the last one of a mapping, before a page that nobody may touch."""
+    if tensor.numel() == 0:
+        return tensor
     size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     region = mmap.mmap(-1, size + mmap.PAGESIZE)
     _regions.append(region)
@@ -32,10 +34,10 @@ def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
     return copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def guard(linear: CudaW4A16Linear) -> None:
+def guard(linear: TiledLinear) -> None:
     tiles = linear.tiles
     linear.tiles = dataclasses.replace(tiles, codes=at_the_end(tiles.codes), scales=at_the_end(tiles.scales))
-    linear._bias = at_the_end(linear._bias)
+    linear._bias = None if linear._bias is None else at_the_end(linear._bias)
 
 
 class Overreaching(HostBackend):
@@ -49,11 +51,14 @@ class Overreaching(HostBackend):
 def main(backend: HostBackend) -> None:
     for outputs, inputs, group_size in ((37, 96, 32), (48, 384, 128)):
         case = Case(outputs, inputs, group_size)
-        linear = case.linear(backend)
-        guard(linear)
-        for rows in (1, 8, 9):
-            linear.multiply(at_the_end(case.x(rows)), at_the_end(torch.zeros(rows, outputs, dtype=case.dtype)))
-        linear.dequantise(at_the_end(torch.zeros(outputs // 16 * 16, inputs, dtype=case.dtype)), 0)
+        w4 = case.linear(backend)
+        w8 = CudaW8A16Linear(backend, case.codes.view(torch.int8), torch.ones(outputs, inputs // 32), None)
+        dense = CudaTiledDenseLinear(backend, case.weights.to(case.dtype), case.bias)
+        for linear in (w4, w8, dense):
+            guard(linear)
+            for rows in (1, 8, 9):
+                linear.multiply(at_the_end(case.x(rows)), at_the_end(torch.zeros(rows, outputs, dtype=case.dtype)))
+        w4.dequantise(at_the_end(torch.zeros(outputs // 16 * 16, inputs, dtype=case.dtype)), 0)
 
 
 if __name__ == "__main__":

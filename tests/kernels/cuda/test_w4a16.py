@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from w4_harness import Case
 
-from deepinfer.kernels.cuda.w4_kernels import MAX_ROWS, plan_gemv
+from deepinfer.kernels.cuda.gemv_plan import MAX_ROWS, plan_gemv
 from deepinfer.kernels.linear import W4A16Linear
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,18 +1,27 @@
-// How 4-bit weights lie in memory: w4_tiles.py packs them, this reads them.
+// How weights of 4, 8 and 16 bits lie in memory: weight_tiles.py packs them, this reads them.
 //
-// A tile is 16 outputs by 64 inputs, 512 bytes: 16 bytes for each lane of a warp, in the order of the tensor core's
-// left operand. Lane 4 g + t has the inputs 8 t to 8 t + 7 and 32 + 8 t to 32 + 8 t + 7 of the outputs g and g + 8;
-// word s of its four has four of them, from 32 (s / 2) + 8 t + 4 (s % 2) on, for both outputs. Nibbles i and i + 4 of a
-// word are the two elements of register i of the operand.
+// A tile is 16 outputs by 64 inputs, in the order of the tensor core's left operand. Lane 4 g + t has the inputs 8 t to
+// 8 t + 7 and 32 + 8 t to 32 + 8 t + 7 of the outputs g and g + 8: four steps of four inputs, step s from 32 (s / 2) +
+// 8 t + 4 (s % 2) on, for both outputs. A step is the four registers of the operand, two elements each:
+//   4 bits: one word, whose nibbles i and i + 4 are the elements of register i;
+//   8 bits: two words, whose bytes 2 i and 2 i + 1 are;
+//   16 bits: four words, the registers themselves.
+// The lanes' words lie in pieces of 16 bytes: all lanes' first pieces, then all second ones.
 //
-// Macros: GROUP_SIZE (32, 64, 128), MINIMA: 1 for w = scale * code + minimum, 0 for w = scale * (code - 8).
+// Macros: WEIGHT_BITS (4, 8, 16); GROUP_SIZE (32, 64, 128; 64 with 16 bits, which have no scales); MINIMA: 1 for w =
+// scale * code + minimum (4 bits only), 0 for w = scale * code, where 4-bit codes are less 8 and 8-bit codes signed.
 #pragma once
 #include "mma.h"
 
 #define TILE_OUTPUTS 16
 #define TILE_INPUTS 64
 #define TILE_STEPS 4
+#define PIECES (WEIGHT_BITS / 4)
 #define LANE (threadIdx.x % 32)
+
+__device__ __forceinline__ u32 word_of(const Words4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
 
 // Scales and minima of the outputs g and g + 8 for the groups of a tile, as halves: scale and minimum of an output in
 // one word, or without minima the scales of both outputs in one word.
@@ -30,6 +39,13 @@ struct Scales {
     }
 };
 
+// What a lane has of a tile.
+struct Codes {
+    Words4 pieces[PIECES];
+
+    __device__ __forceinline__ u32 word(int i) const { return word_of(pieces[i / 4], i % 4); }
+};
+
 // The weights as one lane reads them: tiles are counted from the output tile that it was made for.
 struct Weights {
     const Words4* codes;
@@ -38,14 +54,18 @@ struct Weights {
 
     __device__ __forceinline__ Weights(const Words4* all_codes, const u32* all_scales, int inputs, int first_tile) {
         input_tiles = (inputs + TILE_INPUTS - 1) / TILE_INPUTS;
-        codes = all_codes + i64(first_tile) * input_tiles * 32 + LANE;
+        codes = all_codes + i64(first_tile) * input_tiles * (32 * PIECES) + LANE;
         scales = all_scales + (i64(first_tile) * groups() * 8 + LANE / 4) * Scales::WORDS;
     }
     // Of one output.
     __device__ __forceinline__ int groups() const { return (input_tiles + Scales::TILES - 1) / Scales::TILES; }
 
-    __device__ __forceinline__ Words4 load_codes(int output_tile, int input_tile) const {
-        return load_once(codes + (output_tile * input_tiles + input_tile) * 32);
+    __device__ __forceinline__ Codes load_codes(int output_tile, int input_tile) const {
+        Codes loaded;
+        DP_UNROLL
+        for (int i = 0; i < PIECES; ++i)
+            loaded.pieces[i] = load_once(codes + ((output_tile * input_tiles + input_tile) * PIECES + i) * 32);
+        return loaded;
     }
     __device__ __forceinline__ Scales load_scales(int output_tile, int input_tile) const {
         const u32* const source =
@@ -64,11 +84,11 @@ struct Weights {
     }
 };
 
-// The eight codes of a word as four registers of the operand, exact: code with minima, else code - 8. A nibble under
-// the exponent of 1024 (fp16) or 128 (bf16) is that number plus the code; four bits higher, which fp16 has room for, it
-// is 1024 plus 16 times the code.
+// The eight 4-bit codes of a word as the four registers of a step, exact: code with minima, else code - 8. A nibble
+// under the exponent of 1024 (fp16) or 128 (bf16) is that number plus the code; four bits higher, which fp16 has room
+// for, it is 1024 plus 16 times the code.
 template <int KIND>
-__device__ __forceinline__ void unpack_codes(u32 word, u32* pairs) {
+__device__ __forceinline__ void unpack_nibbles(u32 word, u32* pairs) {
     if (KIND == 1) {
         constexpr u32 OFFSET = MINIMA ? 0xc300c300u : 0xc308c308u;
         DP_UNROLL
@@ -83,5 +103,27 @@ __device__ __forceinline__ void unpack_codes(u32 word, u32* pairs) {
             pairs[i] = fma_pairs<2>(mask_or(shifted, 0x000f000fu, 0x64006400u), Pairs<2>::ONES, LOW_OFFSET);
             pairs[i + 1] = fma_pairs<2>(mask_or(shifted, 0x00f000f0u, 0x64006400u), 0x2c002c00u, HIGH_OFFSET);
         }
+    }
+}
+
+// Two signed bytes, each at the bottom of a half, as a pair, exact: the lower seven bits under the exponent of 1024
+// (fp16) or 128 (bf16), less that number with the sign bit in the same place, which counts 128.
+template <int KIND>
+__device__ __forceinline__ u32 pair_of_bytes(u32 bytes) {
+    constexpr u32 NUMBER = KIND == 1 ? 0x43004300u : 0x64006400u;
+    return fma_pairs<KIND>(mask_or(bytes, 0x007f007fu, NUMBER), Pairs<KIND>::ONES,
+                           mask_or(bytes, 0x00800080u, NUMBER | 0x80008000u));
+}
+
+// Step s of a tile as the tensor core's left operand.
+template <int KIND>
+__device__ __forceinline__ void unpack_step(const Codes& codes, int s, u32* pairs) {
+    if (WEIGHT_BITS == 4) unpack_nibbles<KIND>(codes.word(s), pairs);
+    DP_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        if (WEIGHT_BITS == 8)
+            pairs[i] = pair_of_bytes<KIND>(
+                permute_bytes(codes.word((2 * s + i / 2) % (4 * PIECES)), 0, i % 2 ? 0x4342u : 0x4140u));
+        if (WEIGHT_BITS == 16) pairs[i] = codes.word((4 * s + i) % (4 * PIECES));
     }
 }

@@ -1,13 +1,13 @@
-// y = x W^T + bias for 1 to 8 N_TILES rows of x and 4-bit weights W.
+// y = x W^T + bias for 1 to 8 N_TILES rows of x; weights W of 4 or 8 bits with scales, or of 16 bits.
 //
 // Grid (output tiles / M_TILES), 32 WARPS threads. The warps of a CTA take the input tiles in turn; each multiplies the
 // codes, exact in 16 bits, with the rows on the tensor cores, and adds up scale * sum(code * x) + minimum * sum(x) of
 // each group in fp32. The last step adds the warps' sums in their order. So an element of y depends on its own row of x
 // and on WARPS alone, whatever the number of rows.
 //
-// Macros: those of w4_tiles.h, ACTIVATION (of x; 1 bf16, 2 fp16), OUT_KIND (0 fp32, 1 bf16, 2 fp16), HAS_BIAS, and of
-// the plan in w4_kernels.py WARPS, M_TILES, N_TILES, CTAS_PER_SM.
-#include "w4_tiles.h"
+// Macros: those of weight_tiles.h, ACTIVATION (of x and of 16-bit weights; 1 bf16, 2 fp16), OUT_KIND (0 fp32, 1 bf16,
+// 2 fp16), HAS_BIAS, and of the plan in gemv_plan.py WARPS, M_TILES, N_TILES, CTAS_PER_SM.
+#include "weight_tiles.h"
 
 #define OUTPUTS (TILE_OUTPUTS * M_TILES)
 #define ROWS (8 * N_TILES)
@@ -18,7 +18,7 @@ typedef float Sums[M_TILES][N_TILES][4];
 
 // What a warp needs of one input tile, as a lane holds it.
 struct Step {
-    Words4 codes[M_TILES];
+    Codes codes[M_TILES];
     Scales scales[M_TILES];
     Words4 x[N_TILES][2];
 };
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_step(const Weights& weights, const u16* x, 
     DP_UNROLL
     for (int m = 0; m < M_TILES; ++m) {
         step.codes[m] = weights.load_codes(m, weight_tile);
-        step.scales[m] = weights.load_scales(m, weight_tile);
+        if (WEIGHT_BITS < 16) step.scales[m] = weights.load_scales(m, weight_tile);
     }
     DP_UNROLL
     for (int i = 0; i < 2 * N_TILES; ++i) {
@@ -40,10 +40,6 @@ __device__ __forceinline__ void load_step(const Weights& weights, const u16* x, 
         if (row < rows && input < inputs)
             step.x[i / 2][i % 2] = *reinterpret_cast<const Words4*>(x + row * inputs + input);
     }
-}
-
-__device__ __forceinline__ u32 word_of(const Words4& words, int i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
 // The right operand of step s of a tile, for one tile of rows.
@@ -76,7 +72,7 @@ __device__ __forceinline__ void add_group(const Step& step, int group, Sums& tot
     for (int i = 0; i < STEPS * M_TILES; ++i) {
         const int s = group * STEPS + i / M_TILES, m = i % M_TILES;
         u32 codes[4];
-        unpack_codes<ACTIVATION>(word_of(step.codes[m], s), codes);
+        unpack_step<ACTIVATION>(step.codes[m], s, codes);
         DP_UNROLL
         for (int n = 0; n < N_TILES; ++n) {
             const u32 x[2] = {x_word(step, n, s, 0), x_word(step, n, s, 1)};
@@ -87,7 +83,8 @@ __device__ __forceinline__ void add_group(const Step& step, int group, Sums& tot
     for (int i = 0; i < M_TILES * N_TILES * 4; ++i) {
         const int m = i / (4 * N_TILES), n = i / 4 % N_TILES, upper = i % 4 / 2;
         float& total = totals[m][n][i % 4];
-        total = fma_rn(step.scales[m].scale(group, upper), sums[m][n][i % 4], total);
+        const float scale = WEIGHT_BITS < 16 ? step.scales[m].scale(group, upper) : 1.0f;
+        total = fma_rn(scale, sums[m][n][i % 4], total);
         if (MINIMA) total = fma_rn(step.scales[m].minimum(group, upper), x_sums[n][i % 2], total);
     }
 }

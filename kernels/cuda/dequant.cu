@@ -1,8 +1,8 @@
 // 4-bit weights to 16 bits: [outputs, inputs], for a matmul of many rows.
 //
-// Grid (ceil(input tiles / 4), output tiles), 128 threads: a warp has one tile. Macros: those of w4_tiles.h, and
-// ACTIVATION (of the result).
-#include "w4_tiles.h"
+// Grid (ceil(input tiles / 4), output tiles), 128 threads: a warp has one tile. Macros: those of weight_tiles.h
+// (WEIGHT_BITS 4), and ACTIVATION (of the result).
+#include "weight_tiles.h"
 
 // Two weights of one output, in a word.
 __device__ __forceinline__ u32 weight_pair(u32 codes, int low, float scale, float minimum) {
@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const int input = input_tile * TILE_INPUTS + LANE % 4 * 8;
     const Weights tiles(codes, scales, inputs, output_tile);
     if (input_tile >= tiles.input_tiles) return;
-    const Words4 loaded = tiles.load_codes(0, input_tile);
-    const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    const Codes words = tiles.load_codes(0, input_tile);
     const Scales groups = tiles.load_scales(0, input_tile);
     DP_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -36,9 +35,9 @@ extern "C" __global__ void __launch_bounds__(128)
         const float scale = groups.scale(group, upper) * unit;
         const float minimum = MINIMA ? groups.minimum(group, upper) * unit : -8.0f * scale;
         const i64 place = i64(output - first_tile * TILE_OUTPUTS) * inputs + input + 32 * half;
-        *reinterpret_cast<Words4*>(weights + place) = {weight_pair(words[2 * half], upper, scale, minimum),
-                                                       weight_pair(words[2 * half], upper + 2, scale, minimum),
-                                                       weight_pair(words[2 * half + 1], upper, scale, minimum),
-                                                       weight_pair(words[2 * half + 1], upper + 2, scale, minimum)};
+        const u32 low = words.word(2 * half), high = words.word(2 * half + 1);
+        *reinterpret_cast<Words4*>(weights + place) = {
+            weight_pair(low, upper, scale, minimum), weight_pair(low, upper + 2, scale, minimum),
+            weight_pair(high, upper, scale, minimum), weight_pair(high, upper + 2, scale, minimum)};
     }
 }

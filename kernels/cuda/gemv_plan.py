@@ -1,4 +1,4 @@
-"""The specialisations of the 4-bit kernels, and which shape takes which."""
+"""The specialisations of the GEMV and of the dequantiser, and which shape takes which."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer.kernels.cuda.source import KernelSource
-from deepinfer.kernels.cuda.w4_tiles import TILE_OUTPUTS, W4Tiles
+from deepinfer.kernels.cuda.weight_tiles import TILE_OUTPUTS, WeightTiles
 
 MAX_ROWS = 16
 """Rows of x that one launch of the GEMV takes."""
@@ -43,21 +43,23 @@ class GemvPlan:
         return self.warps * 8 * self.n_tiles * (TILE_OUTPUTS * self.m_tiles + 4) * 4
 
 
-def plan_gemv(tiles: W4Tiles, rows: int) -> GemvPlan:
-    """Few outputs are spread over more CTAs, short rows over fewer warps. Small groups with many rows have no registers
-    for a second tile."""
+def plan_gemv(tiles: WeightTiles, rows: int) -> GemvPlan:
+    """Few outputs are spread over more CTAs, short rows over fewer warps. Wide weights, and small groups with many
+    rows, leave no registers for a second tile."""
     warps = 8 if tiles.input_tiles >= _LONG_ROW_TILES else 4
     n_tiles = 1 if rows <= 8 else 2
-    narrow = tiles.output_tiles < _WIDE_TILES or (n_tiles == 2 and tiles.group_size == 32)
-    return GemvPlan(warps, 1 if narrow else 2, n_tiles)
+    full = tiles.bits > 4 or (n_tiles == 2 and tiles.group_size == 32)
+    return GemvPlan(warps, 1 if full or tiles.output_tiles < _WIDE_TILES else 2, n_tiles)
 
 
 def gemv_source(
-    plan: GemvPlan, tiles: W4Tiles, dtype: torch.dtype, out_dtype: torch.dtype, has_bias: bool
+    plan: GemvPlan, tiles: WeightTiles, dtype: torch.dtype, out_dtype: torch.dtype, has_bias: bool
 ) -> KernelSource:
     """Raises ValueError for dtypes that no kernel exists for."""
     if dtype not in _ACTIVATIONS or out_dtype not in _OUT_KINDS:
-        raise ValueError(f"4-bit matmuls take bf16 or fp16 and give fp32, bf16 or fp16, not {dtype} and {out_dtype}")
+        raise ValueError(f"the GEMV takes bf16 or fp16 and gives fp32, bf16 or fp16, not {dtype} and {out_dtype}")
+    if tiles.dtype not in (None, dtype):
+        raise ValueError(f"weights of {tiles.dtype} are multiplied with activations of that dtype, not with {dtype}")
     macros = (
         *tiles.macros,
         ("ACTIVATION", _ACTIVATIONS[dtype]),
@@ -68,12 +70,12 @@ def gemv_source(
         ("CTAS_PER_SM", plan.ctas_per_sm),
         ("HAS_BIAS", int(has_bias)),
     )
-    return KernelSource("w4a16_gemv.cu", "dp_w4a16_gemv", macros)
+    return KernelSource("gemv.cu", f"dp_w{tiles.bits}a16_gemv", macros)
 
 
-def dequant_source(tiles: W4Tiles, dtype: torch.dtype) -> KernelSource:
+def dequant_source(tiles: WeightTiles, dtype: torch.dtype) -> KernelSource:
     """Raises ValueError for a dtype that no kernel exists for."""
     if dtype not in _ACTIVATIONS:
         raise ValueError(f"4-bit weights become bf16 or fp16, not {dtype}")
     macros = (*tiles.macros, ("ACTIVATION", _ACTIVATIONS[dtype]))
-    return KernelSource("w4a16_dequant.cu", "dp_w4a16_dequant", macros)
+    return KernelSource("dequant.cu", "dp_w4a16_dequant", macros)
