@@ -88,9 +88,8 @@ __device__ __forceinline__ float dot4(const float* four, const float* other) {
     return fma_rn(x.x, other[0], fma_rn(x.y, other[1], fma_rn(x.z, other[2], x.w * other[3])));
 }
 
-// Scores of one K tile, of which `valid` tokens are real: thread = token and slice.
-__device__ __forceinline__ void score_tile(const u8* stage, const float* queries, const u16* k_scales, int valid,
-                                           float* scores) {
+// Scores of one K tile: thread = token and slice. Those of tokens past the context mean nothing and are not read.
+__device__ __forceinline__ void score_tile(const u8* stage, const float* queries, const u16* k_scales, float* scores) {
     constexpr int QUADS = 4 / K::ITEM_BYTES;
     const int slice = threadIdx.x % K_SLICES, row = threadIdx.x / K_SLICES;
     const u8* keys = stage + row * KTile::ROW_BYTES + slice * 16;
@@ -116,14 +115,13 @@ __device__ __forceinline__ void score_tile(const u8* stage, const float* queries
         }
     }
     const float poison = memory.poison(0) + memory.poison(1) + memory.poison(2) + memory.poison(3);
-    const bool real = row < valid;
-    const float scale = K::SCALED ? half_to_float(k_scales[real ? row : 0]) : 1.0f;
+    const float scale = K::SCALED ? half_to_float(k_scales[row]) : 1.0f;
     DP_UNROLL
     for (int head = 0; head < GROUP; ++head) {
         float score = sums[head] + poison;
         DP_UNROLL
         for (int mask = 1; mask < K_SLICES; mask *= 2) score = add_rn(score, shuffle_xor(score, mask));
-        if (slice == 0) scores[row * GROUP_PADDED + head] = real ? score * scale : MINUS_INFINITY;
+        if (slice == 0) scores[row * GROUP_PADDED + head] = score * scale;
     }
 }
 
@@ -177,7 +175,7 @@ struct Softmax {
     float largest, sum;
 };
 
-// Scores of a chunk become probabilities, times the V scale, in place; zeros past `tokens`. `rescale` gets what earlier
+// Scores of a chunk become probabilities, times the V scale, in place; past `tokens` zero is selected. `rescale` gets what earlier
 // sums must be multiplied with. Thread = head, and every (THREADS / GROUP_PADDED)-th token.
 __device__ __forceinline__ void soften(float* scores, const u16* v_scales, int tokens, float* buffer, float* rescale,
                                        Softmax& softmax) {
@@ -317,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
                 stage_tile<KTile>(part, k_offset, chunk + first + KTile::TOKENS, next);
             else
                 stage_tile<VTile>(part, v_offset, chunk, next);
-            score_tile(stage, q_shared, k_scales + chunk + first, tokens - first, scores + first * GROUP_PADDED);
+            score_tile(stage, q_shared, k_scales + chunk + first, scores + first * GROUP_PADDED);
             swap_stages(stage, next);
         }
         __syncthreads();
