@@ -23,6 +23,8 @@ from deepinfer.kernels.cuda.kernel_table import compiled
 from deepinfer.kernels.cuda.launcher import Backend
 from deepinfer.kernels.cuda.weight_tiles import TILE_OUTPUTS, WeightTiles, pack_dense, pack_w4, pack_w8
 
+LOAD_BYTES = 16
+"""Kernels load activations in pieces of as many."""
 WORKSPACE_BYTES = 16 << 20
 """16-bit weights that exist at a time when many rows are multiplied."""
 
@@ -66,6 +68,8 @@ class TiledLinear:
         if x.dim() != 2 or x.shape[1] != self.tiles.inputs or y.shape != (len(x), self.tiles.outputs):
             want = f"[N, {self.tiles.inputs}] and [N, {self.tiles.outputs}]"
             raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must be {want}")
+        if x.data_ptr() % LOAD_BYTES:
+            raise ValueError(f"x must start at a multiple of {LOAD_BYTES} bytes, not at {x.data_ptr():#x}")
         for first in range(0, len(x), MAX_ROWS):
             self._multiply_rows(x[first : first + MAX_ROWS], y[first : first + MAX_ROWS])
 

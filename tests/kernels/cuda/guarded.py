@@ -49,16 +49,22 @@ class Overreaching(HostBackend):
 
 
 def main(backend: HostBackend) -> None:
-    for outputs, inputs, group_size in ((37, 96, 32), (48, 384, 128)):
-        case = Case(outputs, inputs, group_size)
-        w4 = case.linear(backend)
-        w8 = CudaW8A16Linear(backend, case.codes.view(torch.int8), torch.ones(outputs, inputs // 32), None)
-        dense = CudaTiledDenseLinear(backend, case.weights.to(case.dtype), case.bias)
-        for linear in (w4, w8, dense):
-            guard(linear)
-            for rows in (1, 8, 9):
-                linear.multiply(at_the_end(case.x(rows)), at_the_end(torch.zeros(rows, outputs, dtype=case.dtype)))
-        w4.dequantise(at_the_end(torch.zeros(outputs // 16 * 16, inputs, dtype=case.dtype)), 0)
+    small, large = Case(37, 96, 32), Case(48, 384, 128)
+    w8 = CudaW8A16Linear(backend, small.codes.view(torch.int8), torch.ones(37, 3), small.bias)
+    dense = CudaTiledDenseLinear(backend, small.weights.to(small.dtype), small.bias)
+    for case, linear in (
+        (small, small.linear(backend)),
+        (large, large.linear(backend)),
+        (small, w8),
+        (small, dense),
+    ):
+        guard(linear)
+        for rows in (1, 8, 9):
+            y = torch.zeros(rows, linear.tiles.outputs, dtype=case.dtype)
+            linear.multiply(at_the_end(case.x(rows)), at_the_end(y))
+        if linear.tiles.bits == 4:
+            weights = torch.zeros(linear.tiles.outputs // 16 * 16, linear.tiles.inputs, dtype=case.dtype)
+            linear.dequantise(at_the_end(weights), 0)
 
 
 if __name__ == "__main__":
