@@ -16,6 +16,7 @@ import click
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.options import options_of
 from deepinfer.daemon.runtime_folder import FolderError
+from deepinfer.daemon.stress_config import StressConfig, engine_settings
 
 EXIT_CONFIG = 78
 
@@ -175,6 +176,29 @@ def serving(model: str, threads: int, rounds: int, peer: bool, output: Path | No
     from deepinfer.daemon.bench_serving import run_bench
 
     run_bench(model, threads, rounds, peer, output)
+
+
+@main.group()
+def stress() -> None:
+    """Load that must not change an answer. Exit code 1 when a check failed."""
+
+
+@stress.command()
+@options_of(StressConfig)
+@click.option(
+    "--kv-cache-dtype", "formats", multiple=True, default=["auto"], show_default=True, help="May be repeated."
+)
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another setting of the engine.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def swap(formats: tuple[str, ...], settings: tuple[str, ...], output: Path | None, **options: Any) -> None:
+    """More requests than the KV pool holds, faults, cancels: everyone must answer as if alone, and nothing be left."""
+    from deepinfer.daemon.stress import run_stress
+    from deepinfer.stages.model.errors import ModelError
+
+    try:
+        sys.exit(run_stress(StressConfig(**options), formats, engine_settings(settings), output))
+    except (ConfigError, ModelError) as error:
+        _fail(str(error), EXIT_CONFIG)
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,9 @@ def _answer(outcome: Outcome, alone: Sequence[Completion]) -> Iterator[str]:
     expected, got = alone[outcome.job.question], outcome
     count = len(got.ids) if got.reason == "cancelled" else len(expected.ids)
     if got.ids != expected.ids[:count]:
-        place = next((i for i, pair in enumerate(zip(got.ids, expected.ids, strict=False)) if pair[0] != pair[1]), count)
+        place = next(
+            (i for i, pair in enumerate(zip(got.ids, expected.ids, strict=False)) if pair[0] != pair[1]), count
+        )
         yield f"{_name(got)} has other ids from token {place} on, after {got.parks} parks"
     elif got.logprobs != expected.logprobs[: len(got.logprobs)]:
         yield f"{_name(got)} has the right ids with other log-probabilities, after {got.parks} parks"
@@ -75,14 +77,14 @@ def engine_checks(engine: Engine, copies: StressCopies, reserved_rows: int, fini
     _settle(engine, reserved_rows)
     left = [f"request {rid} is still {entry.state.value}" for rid, entry in host.residency.entries.items()]
     left += [f"the record of request {rid} is still there" for rid in host.requests]
-    free, total = host.residency.ledger.free, host.plan.num_blocks
+    free, total = host.residency.ledger.available, host.plan.num_blocks
     held = arena.used_bytes - reserved_rows * arena.row_bytes
     budget = (arena.num_rows - reserved_rows) * arena.row_bytes
     touched = len(copies.host_rows) * arena.row_bytes
     ended = host.decode.counters.requests_finished_total
     return [
         Check("nothing is left over", left),
-        Check("every block is free", [] if free == total else [f"{free} of {total} blocks are free"]),
+        Check("every block is available", [] if free == total else [f"{free} of {total} blocks are available"]),
         Check("the ledger's books add up", list(_audit(engine))),
         Check("no host memory is held", [] if held == 0 else [f"{held} bytes are held"]),
         Check(

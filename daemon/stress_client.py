@@ -13,7 +13,7 @@ from deepinfer.clients.streams import StreamState
 from deepinfer.clients.wire import pack_request, unpack_event
 from deepinfer.daemon.stress_jobs import Job, Question, Start
 
-POLL_SECONDS = 0.05
+POLL_MS = 50
 PING_ID = "last"
 
 
@@ -46,7 +46,7 @@ class OpenStream:
     @property
     def wants_cancel(self) -> bool:
         cancel = self.job.cancel
-        return cancel is not None and not self.cancel_sent and self.seen[cancel.kind] >= cancel.count
+        return cancel is not None and not self.cancel_sent and self.seen[cancel.kind] >= cancel.after
 
     def feed(self, event: dict[str, Any]) -> Outcome | None:
         """The outcome, once this event was the last one."""
@@ -166,7 +166,7 @@ class Drive:
                 connection.send(job, self._questions[job.question])
 
     def _receive(self) -> bool:
-        ready = dict(self._poller.poll(POLL_SECONDS * 1000 if not self._waiting() else 1))
+        ready = dict(self._poller.poll(POLL_MS if not self._waiting() else 1))
         for connection in self._connections:
             if connection.socket in ready:
                 self._read(connection)

@@ -13,7 +13,7 @@ from deepinfer.daemon.config import ConfigError, EngineConfig, setting
 
 SCENARIOS = ("random", "smoke")
 SMOKE_NEW_TOKENS = 8
-FORMATS = ("auto", "fp16", "int8", "fp8_e4m3", "fp8_e5m2")
+UNLIMITED = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,10 @@ class StressConfig:
     num_blocks: int = setting(12, "KV blocks of the pool.")
     block_size: int = setting(16, "Tokens of one KV block.")
     clients: int = setting(6, "Connections, each with one open request.")
-    requests: int = setting(60, "Requests of one KV format.")
-    duration: float | None = setting(None, "Seconds after which nothing new is asked, whatever --requests says.")
+    requests: int | None = setting(
+        None, "Requests of one KV format. [default: 60, 10 in the smoke, without end under --duration]"
+    )
+    duration: float | None = setting(None, "Seconds after which nothing new is asked.")
     distinct: int = setting(12, "Different requests; each is first run alone, which gives what it must say.")
     request_blocks: str | None = setting(None, "LEAST:MOST blocks of a request. [default: a quarter to all of them]")
     new_tokens: str = setting("4:32", "LEAST:MOST new tokens of a request; its prompt is the rest of its blocks.")
@@ -50,8 +52,9 @@ class StressConfig:
     def check(self) -> None:
         """Raises ConfigError for the first value that cannot work."""
         for name in ("num_blocks", "clients", "requests", "distinct", "priorities"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
         for name in ("cancel", "failed_copies", "corrupt_copies"):
             _check_rate(name, getattr(self, name))
         if self.scenario not in SCENARIOS:
@@ -71,6 +74,14 @@ class StressConfig:
         _check_rate("slow_copies", self.slow[0])
 
     @property
+    def request_limit(self) -> int:
+        if self.requests is not None:
+            return self.requests
+        if self.duration is not None:
+            return UNLIMITED
+        return 10 if self.scenario == "smoke" else 60
+
+    @property
     def block_range(self) -> tuple[int, int]:
         if self.request_blocks is None:
             return max(1, self.num_blocks // 4), self.num_blocks
@@ -83,7 +94,11 @@ class StressConfig:
     @property
     def slow(self) -> tuple[float, float]:
         """Rate and seconds."""
-        return (0.0, 0.0) if self.slow_copies is None else _pair("slow_copies", self.slow_copies, float)
+        if self.slow_copies is None:
+            return 0.0, 0.0
+        if ":" not in self.slow_copies:
+            raise ConfigError(f"slow_copies is {self.slow_copies!r}; it must be RATE:SECONDS, as in 0.1:0.05")
+        return _pair("slow_copies", self.slow_copies, float)
 
 
 def _check_rate(name: str, rate: float) -> None:
@@ -92,6 +107,7 @@ def _check_rate(name: str, rate: float) -> None:
 
 
 def _pair(name: str, text: str, number: type) -> tuple[Any, Any]:
+    """Two numbers; a single one counts twice."""
     first, colon, second = text.partition(":")
     try:
         return number(first), number(second if colon else first)

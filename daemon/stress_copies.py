@@ -95,14 +95,16 @@ class StressCopies:
 
 
 class PlainCopies:
-    """The peer of a swap: one torch copy of as many bytes, timed between the requests of the same run.
+    """The peer of a swap: one torch copy of `rows` rows, timed between the requests of the same run.
 
-    `pool` gives the device and the length of a row. Its rows are only read, so that nobody's blocks are touched.
+    It goes from and to changing places of buffers as large as the pool: what a cache still has would flatter it.
     """
 
     def __init__(self, pool: torch.Tensor, rows: int) -> None:
-        self._device = torch.zeros_like(pool[:rows])
-        self._host = torch.zeros(self._device.shape, dtype=torch.uint8, pin_memory=pool.is_cuda)
+        self._device = torch.ones_like(pool)
+        self._host = torch.ones(pool.shape, dtype=torch.uint8, pin_memory=pool.is_cuda)
+        self._rows = rows
+        self._first = 0
         self._out: list[float] = []
         self._back: list[float] = []
 
@@ -112,13 +114,15 @@ class PlainCopies:
             self._back.append(self._seconds(self._device, self._host))
 
     def _seconds(self, destination: torch.Tensor, source: torch.Tensor) -> float:
+        self._first = (self._first + self._rows) % (len(source) - self._rows + 1)
+        place = slice(self._first, self._first + self._rows)
         began = time.perf_counter()
-        copy_rows(destination, source)
+        copy_rows(destination[place], source[place])
         return time.perf_counter() - began
 
     def rates(self) -> dict[str, Any]:
         """Bytes per second, the median of the samples."""
-        size = self._host.numel()
+        size = self._rows * self._host.shape[1]
         return {
             "bytes": size,
             "samples": len(self._out),

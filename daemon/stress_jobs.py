@@ -11,6 +11,7 @@ import numpy as np
 from deepinfer.daemon.stress_config import SMOKE_NEW_TOKENS, StressConfig
 
 TOP_PRIORITY = 100
+SHARED_RATE = 0.5
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Question:
 
 
 class Cancel(NamedTuple):
-    """The client cancels after `count` events of this kind; `count` 0 of "token" is at once."""
+    """The client cancels once it has seen this many events of this kind: 0 of "token" is at once."""
 
     kind: str
-    count: int
+    after: int
 
 
 class Start(NamedTuple):
@@ -69,20 +70,28 @@ def catalogue(config: StressConfig, vocab_size: int, max_context: int) -> list[Q
 
 def _question(random: np.random.Generator, vocab_size: int, stored: int, new: int, sampled: bool) -> Question:
     prompt = random.integers(1, vocab_size, stored + 1 - new).tolist()
+    if random.random() < SHARED_RATE:
+        shared = int(random.integers(len(prompt) + 1))
+        prompt[:shared] = _common_beginning(vocab_size, shared)
     options: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "logprobs": 1, "temperature": 0.0}
     if sampled:
         options |= {"temperature": 0.8, "seed": int(random.integers(1 << 31))}
     return Question(tuple(prompt), options)
 
 
+def _common_beginning(vocab_size: int, count: int) -> list[int]:
+    """What prompts have in common, so that the prefix cache is part of the load."""
+    return np.random.default_rng(0).integers(1, vocab_size, count).tolist()
+
+
 def jobs(config: StressConfig) -> Iterator[Job]:
-    """`config.requests` of them, the same for the same seed."""
+    """`config.request_limit` of them, the same for the same seed."""
     return _smoke_jobs(config) if config.scenario == "smoke" else _random_jobs(config)
 
 
 def _random_jobs(config: StressConfig) -> Iterator[Job]:
     random = np.random.default_rng([config.seed, 2])
-    for number in range(config.requests):
+    for number in range(config.request_limit):
         yield Job(
             number,
             question=int(random.integers(config.distinct)),
@@ -99,6 +108,6 @@ def _random_cancel(random: np.random.Generator) -> Cancel:
 
 def _smoke_jobs(config: StressConfig) -> Iterator[Job]:
     """A round is two requests; the second is sent when the first has its first token."""
-    for number in range(0, config.requests - 1, 2):
+    for number in range(0, config.request_limit - 1, 2):
         yield Job(number, 0, start=Start(number - 2, "end") if number else None)
         yield Job(number + 1, 1, start=Start(number, "token"))

@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import click
 
 from deepinfer.daemon.stress_client import Outcome
 from deepinfer.daemon.stress_copies import Direction, PlainCopies, StressCopies
@@ -16,8 +15,8 @@ SHOWN_FAILURES = 5
 
 
 def copy_report(counters: dict[str, Any], copies: StressCopies, plain: PlainCopies) -> dict[str, Any]:
-    """By direction. The engine's own counters cover a whole swap, with what the offload stage does around its copies and
-    injected delays; `copy_seconds` are the copies alone."""
+    """By direction. The engine's own counters cover a whole swap: also injected delays, and what the offload stage does
+    around its copies. `copy_seconds` are the copies alone."""
     rates = plain.rates()
     return {
         "plain_copy": {"bytes": rates["bytes"], "samples": rates["samples"]},
@@ -83,18 +82,17 @@ def _median(values: Any) -> float | None:
 
 def print_report(report: dict[str, Any]) -> None:
     """For people; everything is in the JSON."""
-    console = Console(highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), title=f"KV {report['kv_cache_dtype']}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
+    click.echo(f"KV {report['kv_cache_dtype']}, blocks of {report['block_bytes']} bytes")
     for name, text in _lines(report):
-        table.add_row(name, text)
+        click.echo(f"  {name:40} {text}")
     for check in report["checks"]:
-        table.add_row(check["name"], "ok" if check["passed"] else f"FAILED ({len(check['failures'])})")
+        click.echo(f"  {check['name']:40} {'ok' if check['passed'] else 'FAILED'}")
         for failure in check["failures"][:SHOWN_FAILURES]:
-            table.add_row("", failure)
-    console.print(table)
-    console.print("passed" if report["passed"] else "FAILED")
+            click.echo(f"    {failure}")
+        more = len(check["failures"]) - SHOWN_FAILURES
+        if more > 0:
+            click.echo(f"    and {more} more")
+    click.echo("passed" if report["passed"] else "FAILED")
 
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
