@@ -1,5 +1,5 @@
-"""The CUDA side of the device seam: our kernels for attention, 4-bit weights, norms and the activation, the library's
-matmul for dense weights."""
+"""The CUDA side of the device seam: our kernels for attention, quantised weights, norms and the activation; for dense
+weights the library's matmul, or ours where rows must not depend on the batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from torch import Tensor
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention
 from deepinfer.kernels.cuda.elementwise import CudaElementwise
 from deepinfer.kernels.cuda.launcher import Backend
-from deepinfer.kernels.cuda.linear import CudaW4A16Linear
+from deepinfer.kernels.cuda.linear import CudaTiledDenseLinear, CudaW4A16Linear, CudaW8A16Linear
 from deepinfer.kernels.cuda.paged_attention import CudaAttention
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import Linear
-
-_W8_GROUP = 32
 
 
 class CudaDenseLinear:
@@ -54,17 +52,16 @@ class CudaOps(CudaElementwise):
     def dense(
         self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
     ) -> Linear:
-        """Raises ValueError with `batch_invariant`: the library's matmul does not promise it."""
-        if batch_invariant:
-            raise ValueError("batch_invariant: dense weights have no batch-invariant matmul on this device")
-        kind = "dense bf16" if weight.dtype == torch.bfloat16 else "dense fp32"
-        return CudaDenseLinear(self.device, weight, bias, kind, out_dtype)
+        """Raises ValueError for fp32 with `batch_invariant`: the library's matmul does not promise it."""
+        if not batch_invariant:
+            kind = "dense bf16" if weight.dtype == torch.bfloat16 else "dense fp32"
+            return CudaDenseLinear(self.device, weight, bias, kind, out_dtype)
+        if weight.dtype == torch.float32:
+            raise ValueError("batch_invariant: fp32 weights have no batch-invariant matmul on this device; use bf16")
+        return CudaTiledDenseLinear(self._backend, weight, bias, out_dtype)
 
     def w8a16(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype | None = None) -> Linear:
-        """Dequantised to bf16, and `kind` says so: there is no 8-bit kernel on this device yet."""
-        dense = codes.float().unflatten(1, (-1, _W8_GROUP)) * scales.unsqueeze(-1)
-        weight = dense.flatten(1).bfloat16()
-        return CudaDenseLinear(self.device, weight, None, "dense bf16 (dequantised from 8 bits)", out_dtype)
+        return CudaW8A16Linear(self._backend, codes, scales, None, out_dtype)
 
     def w4a16(
         self,
