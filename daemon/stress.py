@@ -17,7 +17,7 @@ from deepinfer.clients import Completion
 from deepinfer.daemon.bench_serving import conditions
 from deepinfer.daemon.config import ConfigError
 from deepinfer.daemon.engine import Engine, EngineError
-from deepinfer.daemon.stress_checks import Check, engine_checks, outcome_checks
+from deepinfer.daemon.stress_checks import Check, engine_checks, judge, outcome_checks
 from deepinfer.daemon.stress_client import Drive, Outcome
 from deepinfer.daemon.stress_config import StressConfig
 from deepinfer.daemon.stress_copies import PlainCopies, StressCopies
@@ -87,6 +87,7 @@ class StressRun:
         known = load_tokenizer(resolve_model(config.model)).vocab_size
         vocab_size = min(host.model.config.vocab_size, known)
         self.questions = catalogue(config, vocab_size, host.max_context)
+        self.alone: list[Completion] = []
         self.reserved = self._reserve_host_rows()
         self.plain = PlainCopies(host.pool.data, blocks_for(self._median_stored(), config.block_size))
 
@@ -101,7 +102,7 @@ class StressRun:
         return int(statistics.median(question.stored for question in self.questions))
 
     def report(self) -> dict[str, Any]:
-        alone = [self._alone(number, question) for number, question in enumerate(self.questions)]
+        self.alone = [self._alone(number, question) for number, question in enumerate(self.questions)]
         before = self.engine.host.decode.counters.as_dict()
         self.copies.watch(self.engine.host.pool.data)
         rss = _rss()
@@ -111,7 +112,7 @@ class StressRun:
         checks = [
             Check("the run does not hang", [drive.hung] if drive.hung else []),
             Check("exactly one terminal event", drive.strays),
-            *outcome_checks(drive.outcomes, alone, self.engine.host.config.max_parks),
+            *self._outcome_checks(drive),
             *engine_checks(self.engine, self.copies, len(self.reserved), asked),
             self._rss_check(growth),
             *self._smoke_checks(before, len(drive.outcomes)),
@@ -131,7 +132,7 @@ class StressRun:
             "latency": latency_report(drive.outcomes),
         }
         if self.config.fitting and not drive.hung:
-            report["fitting"] = self._fitting(alone, report["tokens_per_s"])
+            report["fitting"] = self._fitting(report["tokens_per_s"])
             checks += report["fitting"].pop("checks")
         return report
 
@@ -145,7 +146,7 @@ class StressRun:
             self.engine.topology.clients,
             self.questions,
             clients,
-            self.plain.measure,
+            self._judge,
             lambda: self.engine.host.failure() is None and self.engine.admission.failure is None,
         )
         began = time.monotonic()
@@ -156,14 +157,21 @@ class StressRun:
             drive.close()
         return drive, time.monotonic() - began
 
-    def _fitting(self, alone: Sequence[Completion], oversubscribed: float) -> dict[str, Any]:
+    def _judge(self, outcome: Outcome) -> str:
+        self.plain.measure()
+        return judge(outcome, self.alone[outcome.job.question])
+
+    def _outcome_checks(self, drive: Drive) -> list[Check]:
+        return outcome_checks(drive.outcomes, self.engine.host.config.max_parks, self.config.allow_exhausted)
+
+    def _fitting(self, oversubscribed: float) -> dict[str, Any]:
         """The same requests, only as many at a time as the pool holds: what there is to lose by swapping."""
         largest = max(blocks_for(question.stored, self.config.block_size) for question in self.questions)
         clients = min(self.config.clients, self.config.num_blocks // largest)
         before = self.engine.host.decode.counters.as_dict()
         drive, seconds = self._drive(clients)
         swaps = _difference(self.engine.host.decode.counters, before)["requests_swapped_total"]
-        wrong = outcome_checks(drive.outcomes, alone, self.engine.host.config.max_parks)
+        wrong = self._outcome_checks(drive)
         rate = _tokens(drive.outcomes) / seconds
         return {
             "clients": clients,
@@ -204,4 +212,4 @@ def _ends(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def _tokens(outcomes: Sequence[Outcome]) -> int:
-    return sum(len(outcome.ids) for outcome in outcomes)
+    return sum(outcome.tokens for outcome in outcomes)

@@ -24,11 +24,12 @@ class Check(NamedTuple):
         return not self.failures
 
 
-def outcome_checks(outcomes: Sequence[Outcome], alone: Sequence[Completion], max_parks: int) -> list[Check]:
-    """What the clients saw. `alone` holds the answer of every question of the catalogue, run alone."""
+def outcome_checks(outcomes: Sequence[Outcome], max_parks: int, exhausted_allowed: bool) -> list[Check]:
+    """What the clients saw. `exhausted_allowed`: an answer that ends for want of blocks is one."""
+    fine = ("length", "kv_exhausted") if exhausted_allowed else ("length",)
     return [
-        Check("everyone finishes", [line for outcome in outcomes for line in _ending(outcome)]),
-        Check("answers equal the solo run", [line for outcome in outcomes for line in _answer(outcome, alone)]),
+        Check("everyone finishes", [line for outcome in outcomes for line in _ending(outcome, fine)]),
+        Check("answers equal the solo run", [f"{_name(o)} {o.wrong}" for o in outcomes if o.wrong]),
         Check("preempted and resumed pair up", [line for outcome in outcomes for line in _pauses(outcome)]),
         Check(f"parks stay at or under {max_parks}", [line for o in outcomes for line in _parks(o, max_parks)]),
     ]
@@ -38,31 +39,30 @@ def _name(outcome: Outcome) -> str:
     return f"request {outcome.job.number} (question {outcome.job.question})"
 
 
-def _ending(outcome: Outcome) -> Iterator[str]:
-    allowed = ("length", "cancelled") if outcome.cancel_sent else ("length",)
-    if outcome.reason not in allowed:
+def _ending(outcome: Outcome, fine: tuple[str, ...]) -> Iterator[str]:
+    if outcome.reason not in fine and not (outcome.reason == "cancelled" and outcome.cancel_sent):
         yield f"{_name(outcome)} ended with {outcome.reason} {outcome.error}".rstrip()
 
 
-def _answer(outcome: Outcome, alone: Sequence[Completion]) -> Iterator[str]:
-    """Ids and log-probabilities, bit by bit; of a cancelled request, those that it has."""
-    if outcome.reason == "error":
-        return
-    expected, got = alone[outcome.job.question], outcome
-    count = len(got.ids) if got.reason == "cancelled" else len(expected.ids)
-    if got.ids != expected.ids[:count]:
-        place = next(
-            (i for i, pair in enumerate(zip(got.ids, expected.ids, strict=False)) if pair[0] != pair[1]), count
-        )
-        yield f"{_name(got)} has other ids from token {place} on, after {got.parks} parks"
-    elif got.logprobs != expected.logprobs[: len(got.logprobs)]:
-        yield f"{_name(got)} has the right ids with other log-probabilities, after {got.parks} parks"
+def judge(outcome: Outcome, alone: Completion) -> str:
+    """What differs from the solo run, in ids or in log-probabilities, bit by bit; nothing is "". An answer that was cut
+    short must be the beginning of it."""
+    got = outcome.answer
+    if got is None:
+        return ""
+    count = len(alone.ids) if outcome.reason == "length" else len(got.ids)
+    if got.ids != alone.ids[:count]:
+        place = next((i for i, (ours, due) in enumerate(zip(got.ids, alone.ids, strict=False)) if ours != due), count)
+        return f"has other ids from token {place} on, after {outcome.parks} parks"
+    if got.logprobs != alone.logprobs[: len(got.logprobs)]:
+        return f"has the right ids with other log-probabilities, after {outcome.parks} parks"
+    return ""
 
 
 def _pauses(outcome: Outcome) -> Iterator[str]:
-    """A request that was cancelled while it was out is not resumed; an error tells of neither."""
+    """A request that is cut short while it is out is not resumed."""
     missing = outcome.preempted - outcome.resumed
-    if missing not in ((0, 1) if outcome.reason in ("cancelled", "error") else (0,)):
+    if missing not in ((0, 1) if outcome.reason in ("cancelled", "error", "kv_exhausted") else (0,)):
         yield f"{_name(outcome)} was preempted {outcome.preempted} times and resumed {outcome.resumed} times"
 
 

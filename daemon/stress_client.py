@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from deepinfer.clients import DeepInferError
+from deepinfer.clients import Completion, DeepInferError
 from deepinfer.clients.streams import StreamState
 from deepinfer.clients.wire import pack_request, unpack_event
 from deepinfer.daemon.stress_jobs import Job, Question, Start
@@ -24,14 +24,16 @@ class Outcome(NamedTuple):
     reason: str
     """A finish reason, or "error"."""
     error: str = ""
-    ids: tuple[int, ...] = ()
-    logprobs: tuple[Any, ...] = ()
+    answer: Completion | None = None
+    tokens: int = 0
     preempted: int = 0
     resumed: int = 0
     parks: int = 0
     longest_gap: float = 0.0
     swapped_seconds: float = 0.0
     cancel_sent: bool = False
+    wrong: str = ""
+    """What is wrong with the answer, by `Drive`'s judge; the answer itself is then dropped, for memory's sake."""
 
 
 class OpenStream:
@@ -66,8 +68,8 @@ class OpenStream:
         return Outcome(
             self.job,
             answer.finish_reason,
-            ids=answer.ids,
-            logprobs=answer.logprobs,
+            answer=answer,
+            tokens=len(answer.ids),
             parks=int(answer.timings["parks"]),
             longest_gap=answer.timings["longest_gap_s"],
             swapped_seconds=answer.timings["swapped_s"],
@@ -109,7 +111,7 @@ class Drive:
     """Runs jobs over `clients` connections until all have ended. `strays` are events that no open stream waits for: a
     second terminal event is one.
 
-    `ended` is called after every job. `alive` says whether the engine still is.
+    `judge` is called at the end of every job and says what is wrong with its answer; `alive`, whether the engine is.
     """
 
     def __init__(
@@ -118,14 +120,14 @@ class Drive:
         endpoint: str,
         questions: Sequence[Question],
         clients: int,
-        ended: Callable[[], None],
+        judge: Callable[[Outcome], str],
         alive: Callable[[], bool],
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.strays: list[str] = []
         self.hung = ""
         self._questions = questions
-        self._ended = ended
+        self._judge = judge
         self._alive = alive
         self._moments: set[Start] = set()
         self._connections = [Connection(context, endpoint) for _ in range(clients)]
@@ -192,9 +194,8 @@ class Drive:
                 connection.cancel_if_due()
                 continue
             connection.open = None
-            self.outcomes.append(outcome)
+            self.outcomes.append(outcome._replace(wrong=self._judge(outcome), answer=None))
             self._moments |= {Start(stream.job.number, "token"), Start(stream.job.number, "end")}
-            self._ended()
 
     def _collect_strays(self, patience: float) -> None:
         """A ping on every connection: its reply comes after everything that was sent before it."""

@@ -45,6 +45,9 @@ class StressConfig:
     slow_copies: str | None = setting(None, "RATE:SECONDS of copies that take longer.")
     failed_copies: float = setting(0.0, "Rate of copies that fail.")
     corrupt_copies: float = setting(0.0, "Rate of copies with one wrong byte: the checks must then fail.")
+    allow_exhausted: bool = setting(
+        False, "Let an answer end with kv_exhausted, as it may when requests are neither swapped nor computed again."
+    )
     fitting: bool = setting(False, "Also run the same requests only as many at a time as fit, and compare tokens/s.")
     rss_limit_mb: int = setting(32, "Growth of the process that is still called flat, in MiB.")
     stall_s: float = setting(60.0, "Seconds without any event after which the run has hung.")

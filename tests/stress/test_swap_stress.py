@@ -123,6 +123,13 @@ def test_with_one_block_of_host_memory_one_block_is_swapped_at_a_time(tiny_path,
     assert report["counters"]["kv_cpu_offload_rejected_total"] >= 1
 
 
+def test_requests_that_are_neither_swapped_nor_computed_again_may_end_with_what_they_have(tiny_path):
+    load = {"host_blocks": 0, "new_tokens": "40:64", "request_blocks": "6:12"}
+    strict = stress(tiny_path, settings={"recompute": False}, **load)
+    assert list(failed(strict)) == ["everyone finishes"]
+    assert failed(stress(tiny_path, settings={"recompute": False}, allow_exhausted=True, **load)) == {}
+
+
 def test_requests_that_grow_side_by_side_fragment_the_pool_and_their_runs_are_copied_whole(tiny_path):
     report = stress(tiny_path, block_size=8, request_blocks="5:8", new_tokens="60:64", clients=4)
     assert failed(report) == {}
@@ -203,7 +210,7 @@ def strays(ends: int) -> list[str]:
             peer = threading.Thread(target=answer_one_request, args=(router, ends))
             peer.start()
             question = Question((1,), {"max_new_tokens": 1})
-            drive = Drive(context, "inproc://peer", [question], 1, lambda: None, lambda: True)
+            drive = Drive(context, "inproc://peer", [question], 1, lambda outcome: "", lambda: True)
             drive.run(iter([Job(0, 0)]), until=float("inf"), stall_seconds=5)
             drive.close()
             peer.join()
