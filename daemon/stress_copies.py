@@ -12,7 +12,8 @@ import torch
 from deepinfer.daemon.stress_config import StressConfig
 from deepinfer.stages.offload import copy_rows
 
-MAX_SAMPLES = 500
+MAX_SAMPLES = 1000
+SAMPLES_AT_A_TIME = 4
 
 
 class InjectedFault(RuntimeError):
@@ -94,7 +95,7 @@ class StressCopies:
 
 
 class PlainCopies:
-    """The peer of a swap: one torch copy of `rows` rows, timed between the requests of the same run.
+    """The peer of a swap: one torch copy of `rows` rows, timed at the ends of the requests of the same run.
 
     It goes from and to changing places of buffers as large as the pool: what a cache still has would flatter it.
     """
@@ -108,7 +109,7 @@ class PlainCopies:
         self._back: list[float] = []
 
     def measure(self) -> None:
-        if len(self._out) < MAX_SAMPLES:
+        for _ in range(SAMPLES_AT_A_TIME if len(self._out) < MAX_SAMPLES else 0):
             self._out.append(self._seconds(self._host, self._device))
             self._back.append(self._seconds(self._device, self._host))
 

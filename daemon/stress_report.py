@@ -45,6 +45,7 @@ def _direction(
     swaps: int, blocks: int, size: int, copies: int, seconds: float, seen: Direction, plain: float | None
 ) -> dict[str, Any]:
     rate = size / seconds if seconds else None
+    copy_rate = seen.bytes / seen.seconds if seen.seconds else None
     return {
         "swaps": swaps,
         "blocks": blocks,
@@ -55,9 +56,10 @@ def _direction(
         "seconds": seconds,
         "bytes_per_s": rate,
         "copy_seconds": seen.seconds,
-        "copy_bytes_per_s": seen.bytes / seen.seconds if seen.seconds else None,
+        "copy_bytes_per_s": copy_rate,
         "plain_bytes_per_s": plain,
         "times_a_plain_copy": plain / rate if plain and rate else None,
+        "copies_times_a_plain_copy": plain / copy_rate if plain and copy_rate else None,
     }
 
 
@@ -132,13 +134,16 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
 def _copies(way: dict[str, Any]) -> str:
     if not way["swaps"]:
         return "none"
-    text = (
+    return (
         f"{way['copies']} for {way['runs_of_rows']} runs of rows, {way['copies_per_swap']:.1f} a swap; "
         f"{way['bytes'] / 1e6:.2f} MB in {1000 * way['seconds']:.2f} ms, {_rate(way['bytes_per_s'])}; "
-        f"copies alone {_rate(way['copy_bytes_per_s'])}, plain copy {_rate(way['plain_bytes_per_s'])}"
+        f"copies alone {_rate(way['copy_bytes_per_s'])}; plain copy {_rate(way['plain_bytes_per_s'])}, "
+        f"that is {_times(way['times_a_plain_copy'])} the swaps and {_times(way['copies_times_a_plain_copy'])} the copies"
     )
-    ratio = way["times_a_plain_copy"]
-    return text if ratio is None else f"{text}: {ratio:.2f} times as long"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} times"
 
 
 def _rate(rate: float | None) -> str:
