@@ -8,71 +8,8 @@
 // Macros: HEAD_DIM, GROUP, BLOCK_SIZE, K_CODEC, V_CODEC, KEY_BIAS (0, 1: keys are stored without their bias, and
 // RoPE(bias, position) is added here), and of the plan in decode_plan.py GROUP_PADDED, K_SLICES,
 // V_SLICES, STAGE_BYTES, CTAS_PER_SM.
-#include "codecs.h"
-#include "partitions.h"
-
-#define THREADS 128
-#define WARPS (THREADS / 32)
-#define CHUNK 128
-#define LOG2_E 1.4426950408889634f
-#define MINUS_INFINITY bits_float(0xff800000u)
-
-typedef Decoder<K_CODEC> K;
-typedef Decoder<V_CODEC> V;
-
-// One side's tile in shared memory: THREADS / SLICES tokens, each a row of 16-byte pieces. Rows are an odd multiple of
-// SLICES pieces apart, so that eight neighbouring threads never meet in a bank.
-template <class SIDE, int SLICES>
-struct Tile {
-    static constexpr int TOKENS = THREADS / SLICES;
-    static constexpr int PIECES = HEAD_DIM * SIDE::ITEM_BYTES / 16;
-    static constexpr int PIECES_EACH = PIECES / SLICES;
-    static constexpr int ROW_BYTES = (PIECES + (PIECES_EACH % 2 ? 0 : SLICES)) * 16;
-    static_assert(PIECES_EACH * SLICES == PIECES, "slices must divide a row");
-    static_assert(TOKENS * ROW_BYTES <= STAGE_BYTES, "a tile must fit its stage");
-};
-typedef Tile<K, K_SLICES> KTile;
-typedef Tile<V, V_SLICES> VTile;
-
-constexpr int BLOCKS_BYTES = (LARGEST_PARTITION / BLOCK_SIZE + 2) / 2 * 16;
-
-// Where things lie in shared memory, in bytes. The sums that are gathered at the end lie over all of it.
-struct Layout {
-    static constexpr int QUERIES = 2 * STAGE_BYTES;                           // float [GROUP, HEAD_DIM]
-    static constexpr int BLOCKS = QUERIES + GROUP * HEAD_DIM * 4;             // address [blocks of a partition]
-    static constexpr int SCORES = BLOCKS + BLOCKS_BYTES;                      // float [CHUNK, GROUP_PADDED]
-    static constexpr int REDUCE = SCORES + CHUNK * GROUP_PADDED * 4;          // float [WARPS, GROUP_PADDED]
-    static constexpr int RESCALE = REDUCE + WARPS * GROUP_PADDED * 4;         // float [GROUP_PADDED]
-    static constexpr int BIAS = RESCALE + GROUP_PADDED * 4;                   // float [HEAD_DIM]
-    static constexpr int K_SCALES = BIAS + KEY_BIAS * HEAD_DIM * 4;           // half [LARGEST_PARTITION]
-    static constexpr int V_SCALES = K_SCALES + K::SCALED * LARGEST_PARTITION * 2;  // half [LARGEST_PARTITION]
-};
-
-struct Partition {
-    const u8* const* blocks;  // shared: addresses of blocks, from the one that holds `begin`
-    int begin, tokens;
-    u32 first_block, first_slot;
-
-    __device__ __forceinline__ const u8* block_of(u32 position) const {
-        return blocks[position / BLOCK_SIZE - first_block];
-    }
-    __device__ __forceinline__ int slot_of(u32 position) const { return first_slot + position % BLOCK_SIZE; }
-};
-
-// Starts the copies of the tile that begins at token `first`. Tokens past the partition become zeros and are not read.
-template <class TILE>
-__device__ __forceinline__ void stage_tile(const Partition& part, int side_offset, int first, u8* stage) {
-    DP_UNROLL
-    for (int i = 0; i < TILE::PIECES_EACH; ++i) {
-        const u32 piece = i * THREADS + threadIdx.x;
-        const u32 row = piece / TILE::PIECES, column = piece % TILE::PIECES;
-        const bool valid = first + row < u32(part.tokens);
-        const u32 position = part.begin + (valid ? first + row : 0);
-        const u32 offset = side_offset + part.slot_of(position) * (TILE::PIECES * 16) + column * 16;
-        copy_16_async(stage + row * TILE::ROW_BYTES + column * 16, part.block_of(position) + offset, valid);
-    }
-    copies_commit();
-}
+#include "decode_softmax.h"
+#include "decode_tiles.h"
 
 // The place of a query's dimension in shared memory: the four floats that neighbouring slices read at the same time lie
 // side by side.
@@ -147,56 +84,6 @@ __device__ __forceinline__ void add_bias_scores(const float* bias, const float* 
     }
     DP_UNROLL
     for (int head = 0; head < GROUP; ++head) scores[head] += sums[head] * (1.0f / K::FACTOR);
-}
-
-// Combines one value of every thread with those of the threads of the same head. All threads get the result.
-template <bool MAXIMUM>
-__device__ __forceinline__ float reduce_by_head(float value, float* buffer) {
-    DP_UNROLL
-    for (int mask = GROUP_PADDED; mask < 32; mask *= 2) {
-        const float other = shuffle_xor(value, mask);
-        value = MAXIMUM ? max_f(value, other) : add_rn(value, other);
-    }
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane < GROUP_PADDED) buffer[warp * GROUP_PADDED + lane] = value;
-    __syncthreads();
-    value = buffer[threadIdx.x % GROUP_PADDED];
-    DP_UNROLL
-    for (int other = 1; other < WARPS; ++other) {
-        const float theirs = buffer[other * GROUP_PADDED + threadIdx.x % GROUP_PADDED];
-        value = MAXIMUM ? max_f(value, theirs) : add_rn(value, theirs);
-    }
-    __syncthreads();
-    return value;
-}
-
-// The softmax of one head so far: the largest score (base 2), the sum of probabilities relative to it.
-struct Softmax {
-    float largest, sum;
-};
-
-// Scores of a chunk become probabilities, times the V scale, in place; past `tokens` zero is selected. `rescale` gets what earlier
-// sums must be multiplied with. Thread = head, and every (THREADS / GROUP_PADDED)-th token.
-__device__ __forceinline__ void soften(float* scores, const u16* v_scales, int tokens, float* buffer, float* rescale,
-                                       Softmax& softmax) {
-    constexpr int STEP = THREADS / GROUP_PADDED;
-    const int head = threadIdx.x % GROUP_PADDED, first = threadIdx.x / GROUP_PADDED;
-    const bool is_head = head < GROUP;
-    float largest = is_head ? softmax.largest : 0.0f, sum = 0.0f;
-    for (int token = first; token < tokens; token += STEP)
-        if (is_head) largest = max_f(largest, scores[token * GROUP_PADDED + head]);
-    largest = reduce_by_head<true>(largest, buffer);
-    for (int token = first; token < CHUNK; token += STEP) {
-        float* const place = scores + token * GROUP_PADDED + head;
-        const bool real = is_head && token < tokens;
-        const float probability = real ? exp2_fast(*place - largest) : 0.0f;
-        sum = add_rn(sum, probability);
-        *place = V::SCALED && real ? probability * half_to_float(v_scales[token]) : probability;
-    }
-    const float factor = exp2_fast(softmax.largest - largest);
-    if (threadIdx.x < GROUP_PADDED) rescale[head] = factor;
-    softmax.sum = fma_rn(softmax.sum, factor, reduce_by_head<false>(sum, buffer));
-    softmax.largest = largest;
 }
 
 // The probabilities of one token for all heads of the group.
