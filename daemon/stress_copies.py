@@ -13,7 +13,7 @@ from deepinfer.daemon.stress_config import StressConfig
 from deepinfer.stages.offload import copy_rows
 
 MAX_SAMPLES = 1000
-SAMPLES_AT_A_TIME = 4
+MIN_PLAIN_BYTES = 64 << 20
 
 
 class InjectedFault(RuntimeError):
@@ -97,19 +97,20 @@ class StressCopies:
 class PlainCopies:
     """The peer of a swap: one torch copy of `rows` rows, timed at the ends of the requests of the same run.
 
-    It goes from and to changing places of buffers as large as the pool: what a cache still has would flatter it.
+    It goes from and to changing places of large buffers, as a swap finds its bytes: what a cache has would flatter it.
     """
 
     def __init__(self, pool: torch.Tensor, rows: int) -> None:
-        self._device = torch.ones_like(pool)
-        self._host = torch.ones(pool.shape, dtype=torch.uint8, pin_memory=pool.is_cuda)
+        shape = (max(len(pool), -(-MIN_PLAIN_BYTES // pool.shape[1])), pool.shape[1])
+        self._device = torch.ones(shape, dtype=torch.uint8, device=pool.device)
+        self._host = torch.ones(shape, dtype=torch.uint8, pin_memory=pool.is_cuda)
         self._rows = rows
         self._first = 0
         self._out: list[float] = []
         self._back: list[float] = []
 
     def measure(self) -> None:
-        for _ in range(SAMPLES_AT_A_TIME if len(self._out) < MAX_SAMPLES else 0):
+        if len(self._out) < MAX_SAMPLES:
             self._out.append(self._seconds(self._host, self._device))
             self._back.append(self._seconds(self._device, self._host))
 

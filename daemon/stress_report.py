@@ -138,7 +138,7 @@ def _copies(way: dict[str, Any]) -> str:
         f"{way['copies']} for {way['runs_of_rows']} runs of rows, {way['copies_per_swap']:.1f} a swap; "
         f"{way['bytes'] / 1e6:.2f} MB in {1000 * way['seconds']:.2f} ms, {_rate(way['bytes_per_s'])}; "
         f"copies alone {_rate(way['copy_bytes_per_s'])}; plain copy {_rate(way['plain_bytes_per_s'])}, "
-        f"that is {_times(way['times_a_plain_copy'])} the swaps and {_times(way['copies_times_a_plain_copy'])} the copies"
+        f"{_times(way['times_a_plain_copy'])} the swaps' rate, {_times(way['copies_times_a_plain_copy'])} the copies'"
     )
 
 
