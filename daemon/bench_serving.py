@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgpack
 import numpy as np
+import zmq
 
 from deepinfer.clients import Client
 from deepinfer.daemon.commands import stop_daemon
@@ -114,22 +115,25 @@ def _ratios(samples: Samples) -> dict[str, dict[str, float]]:
 
 def _decode_rate(client: Client, concurrency: int, prompt_tokens: int) -> float:
     """Tokens per second over all streams while every one of them decodes: from the last first token to the first last
-    one, by the times at which tokens arrive at the client."""
-    arrivals: list[list[float]] = [[] for _ in range(concurrency)]
+    one, by the times at which tokens arrive at a bare socket, so that little of the machine goes to the measuring."""
+    arrivals: dict[int, list[float]] = {number: [] for number in range(concurrency)}
     # The later a stream is admitted, the more tokens it needs to be still there when the others are measured.
-    new_tokens = NEW_TOKENS + 2 * concurrency
-
-    def read(number: int) -> None:
-        for event in client.generate(_prompt(prompt_tokens, number), max_new_tokens=new_tokens, ignore_eos=True):
-            arrivals[number] += [time.perf_counter()] * len(getattr(event, "ids", ()))
-
-    readers = [threading.Thread(target=read, args=(number,)) for number in range(concurrency)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
-    return sum(begin < moment <= end for times in arrivals for moment in times) / (end - begin)
+    fields = {"max_new_tokens": NEW_TOKENS + 2 * concurrency, "ignore_eos": True, "temperature": 0}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(client.connection.endpoint)
+        for number in arrivals:
+            request = {"v": 1, "op": "generate", "id": number, "prompt_ids": _prompt(prompt_tokens, number)}
+            socket.send(msgpack.packb({**request, **fields}))
+        running = concurrency
+        while running:
+            event = msgpack.unpackb(socket.recv())
+            if event["event"] == "error":
+                raise click.ClickException(event["message"])
+            arrivals[event["id"]] += [time.perf_counter()] * len(event.get("ids", ()))
+            running -= event["event"] == "done"
+    begin, end = max(times[0] for times in arrivals.values()), min(times[-1] for times in arrivals.values())
+    return sum(begin < moment <= end for times in arrivals.values() for moment in times) / (end - begin)
 
 
 def _prompt(tokens: int, number: int) -> list[int]:

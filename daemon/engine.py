@@ -21,6 +21,7 @@ from deepinfer.stages.messages import Drain, EngineReady, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.offload import CopyRows, copy_rows
 from deepinfer.stages.protocol import Limits
+from deepinfer.stages.stage import Stage
 
 STOP_SECONDS = 30.0
 
@@ -110,9 +111,10 @@ class Engine:
 
     def _end_stages(self) -> None:
         self._closed = True
-        stages = [*self.host.stages, self.admission]
+        stages: list[Stage] = [*self.host.stages, self.admission]
         alive = [stage.name for stage in stages if not stage.stop(STOP_SECONDS)]
         self._outbox.close(linger=0)
+        self.host.compute.close()
         if alive:
             raise EngineError(f"stages did not end within {STOP_SECONDS:.0f} s: {', '.join(alive)}")
         self.context.term()

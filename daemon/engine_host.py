@@ -15,6 +15,7 @@ from deepinfer.kernels import BlockLayout, resolve_kv_format
 from deepinfer.kernels.attention import PagedAttention
 from deepinfer.kernels.cpu_runtime import configure_threads, describe
 from deepinfer.kernels.devices import DeviceError, open_device
+from deepinfer.stages.compute import ComputeThread
 from deepinfer.stages.decode import DecodeStage
 from deepinfer.stages.memory.arena import HostArena
 from deepinfer.stages.memory.entries import ResidencyConfig
@@ -56,6 +57,15 @@ class EngineHost:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         config.check()
         self.config = config
+        self.compute = ComputeThread()
+        try:
+            self.compute.run(self._load, progress)
+        except BaseException:
+            self.compute.close()
+            raise
+
+    def _load(self, progress: Progress) -> None:
+        config = self.config
         self.threads = config.threads or len(os.sched_getaffinity(0))
         try:
             configure_threads(self.threads)
@@ -116,8 +126,7 @@ class EngineHost:
         config, model_config = self.config, self.model.config
         valid = min(vocabulary.num_valid_tokens, model_config.vocab_size)
         eos = frozenset(model_config.eos_token_ids) | frozenset(vocabulary.eos_token_ids)
-        sampler = Sampler(model_config.vocab_size, valid, eos)
-        runner = ModelRunner(self.executor, sampler, lambda: configure_threads(self.threads))
+        runner = ModelRunner(self.executor, Sampler(model_config.vocab_size, valid, eos), self.compute)
         residency = Residency(
             BlockLedger(self.plan.num_blocks, PrefixTree() if config.prefix_cache else None),
             config.block_size,
@@ -168,11 +177,12 @@ class EngineHost:
         request = Request(submit, blocks_for(rows + 1, block_size))
         request.num_blocks = len(request.table)
         request.table[:] = range(request.num_blocks)
-        runner = ModelRunner(self.executor, Sampler(self.model.config.vocab_size, self.model.config.vocab_size, ()))
+        vocab_size = self.model.config.vocab_size
+        runner = ModelRunner(self.executor, Sampler(vocab_size, vocab_size, ()), self.compute)
         runner.run([Span(request, 0, rows, True)])
         request.append(0)
         runner.run([Span(request, rows, 1, True)])
-        self.pool.data[: request.num_blocks].zero_()
+        self.compute.run(self.pool.data[: request.num_blocks].zero_)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until every stage has ended, or one has died: then True. False after `seconds`."""

@@ -88,9 +88,6 @@ class DecodeStage(Stage):
         self.on(SwapOutDone, self._on_swap_out_done)
         self.on(SwapInDone, self._on_swap_in_done)
 
-    def opened(self) -> None:
-        self._runner.prepare_thread()
-
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _on_submit(self, message: Submit) -> None:

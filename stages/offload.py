@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 import zmq
 
@@ -17,7 +18,12 @@ CopyRows = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
-    destination.copy_(source)
+    """On the CPU by numpy, which copies in the calling thread: torch would start a team of OpenMP workers for it, and a
+    second team slows every decode step (see `stages.compute`)."""
+    if destination.device.type == source.device.type == "cpu":
+        np.copyto(destination.numpy(), source.numpy())
+    else:
+        destination.copy_(source)
 
 
 class OffloadStage(Stage):

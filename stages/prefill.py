@@ -31,9 +31,6 @@ class PrefillStage(Stage):
         self._requests = requests
         self.on(PrefillChunk, self._on_chunk)
 
-    def opened(self) -> None:
-        self._runner.prepare_thread()
-
     def _on_chunk(self, message: PrefillChunk) -> None:
         began = monotonic()
         spans = [Span(self._requests[item.rid], item.start, item.count, item.last) for item in message.items]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.attention import AttentionBatch
+from deepinfer.stages.compute import ComputeThread
 from deepinfer.stages.messages import TokenItem
 from deepinfer.stages.model import Executor, ForwardBatch
 from deepinfer.stages.model.sampler import Sampled, Sampler, SampleRow
@@ -36,14 +37,16 @@ class Outcome(NamedTuple):
 class ModelRunner:
     """Stateless between calls. Shared by decode and prefill; on the CPU never called by both at once."""
 
-    def __init__(self, executor: Executor, sampler: Sampler, prepare_thread: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, executor: Executor, sampler: Sampler, compute: ComputeThread) -> None:
         self.executor = executor
         self.sampler = sampler
-        self.prepare_thread = prepare_thread
-        """To be called once by every thread that runs it: numba counts its threads per calling thread."""
+        self._compute = compute
 
     def run(self, spans: Sequence[Span]) -> list[Outcome]:
         """One forward pass over all spans; an outcome for each that samples, and for each that failed."""
+        return self._compute.run(self._run, spans)
+
+    def _run(self, spans: Sequence[Span]) -> list[Outcome]:
         forward = build_batch(spans)
         logits = self.executor.forward(forward)
         broken = _broken_spans(spans, forward.attention.nonfinite_rows)
