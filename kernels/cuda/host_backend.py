@@ -49,9 +49,7 @@ class HostBackend:
         entry.restype = ctypes.c_char_p
         return entry
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], block: int, shared_bytes: int, *args: Argument
-    ) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, shared_bytes: int, *args: Argument) -> None:
         """See `Backend.launch`. Raises RuntimeError for what would hang or be undefined on a GPU."""
         values = [self._convert(arg) for arg in args]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value, _ in values))
