@@ -12,10 +12,11 @@ BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 def table(report: dict) -> str:
     rates, ratios = report["tokens_per_s"], report["ratios"]
+    where = f"{report['machine']['cpu']}, {report['threads']} threads"
     lines = [
-        f"{report['machine']['cpu']}, {report['threads']} threads; SmolLM2-135M-Instruct Q4_1 (4-bit weights, 8-bit head, "
-        f"bf16 compute); prompts of 64 random tokens; medians of {report['rounds']} rounds, {report['date']}. The command is "
-        f"`{report['command']}`, the raw numbers are in [docs/results]({RESULT.relative_to(ROOT)}).",
+        f"{where}; SmolLM2-135M-Instruct Q4_1 (4-bit weights, 8-bit head, bf16 compute); prompts of 64 random tokens;",
+        f"medians of {report['rounds']} rounds, {report['date']}. The command is `{report['command']}`, the raw numbers",
+        f"are in [docs/results]({RESULT.relative_to(ROOT)}).",
         "",
         "| what | tokens/s |",
         "|---|---|",
