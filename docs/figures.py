@@ -15,8 +15,8 @@ def table(report: dict) -> str:
     where = f"{report['machine']['cpu']}, {report['threads']} threads"
     lines = [
         f"{where}; SmolLM2-135M-Instruct Q4_1 (4-bit weights, 8-bit head, bf16 compute); prompts of 64 random tokens;",
-        f"medians of {report['rounds']} rounds, {report['date']}. The command is `{report['command']}`, the raw numbers",
-        f"are in [docs/results]({RESULT.relative_to(ROOT)}).",
+        f"medians of {report['rounds']} rounds, {report['date']}. The command is `{report['command']}`;",
+        f"the raw numbers are in [docs/results]({RESULT.relative_to(ROOT)}).",
         "",
         "| what | tokens/s |",
         "|---|---|",
