@@ -102,8 +102,15 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"{counters.get('requests_swapped_total', 0)} out, {counters.get('requests_resumed_total', 0)} in, "
             f"{counters.get('requests_recomputed_total', 0)} recomputed",
         ),
+        ("preemption", _preemption(status["preemption"])),
         ("tokens", f"{counters.get('generation_tokens_total', 0):,} generated"),
     ]
+
+
+def _preemption(choice: dict[str, Any]) -> str:
+    if not choice:
+        return "-"
+    return f"{choice['mode']}: {choice['chosen'] or 'undecided'} ({choice['reason']})"
 
 
 def stop_daemon(folder: Path, now: bool) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.daemon.runtime_folder import FolderError, require_private
+from deepinfer.stages.preemption import MODES
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 """Tokens; those that the attention kernels are compiled for."""
@@ -59,7 +60,12 @@ class EngineConfig:
     threads: int | None = setting(None, "CPU threads of the engine. Default: all cores it may use.")
     cpu_offload: bool = setting(True, "Swap requests to host memory when the pool is full.")
     max_cpu_offload_mb: int = setting(2048, "Host memory for swapped requests, in MiB.")
-    recompute: bool = setting(True, "Compute a request again when it lost its blocks and could not be swapped.")
+    preemption: str = setting(
+        "swap",
+        "How requests make room: swap them, and compute them again when the host is full; swap-only, never compute "
+        "again; recompute, never swap; auto, whichever is measured to be faster.",
+        MODES,
+    )
     victims: str = setting(
         "lru", "Who is swapped out first: the least recently active, the smallest, or the youngest.", VICTIMS
     )

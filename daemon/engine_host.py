@@ -30,6 +30,7 @@ from deepinfer.stages.model.key_bias import KeyBiasRule
 from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.sampler import Sampler
 from deepinfer.stages.offload import CopyRows, OffloadStage, copy_rows
+from deepinfer.stages.preemption import Preemption
 from deepinfer.stages.prefill import PrefillStage
 from deepinfer.stages.request import Request
 from deepinfer.stages.runner import ModelRunner, Span
@@ -96,7 +97,7 @@ class EngineHost:
             checkpoint, config.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
         )
         self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
-        budget = config.max_cpu_offload_mb << 20 if config.cpu_offload else 0
+        budget = config.max_cpu_offload_mb << 20 if config.cpu_offload and config.preemption != "recompute" else 0
         self.arena = HostArena(budget, layout.block_bytes)
         self.attention = self._attention(layout)
         self.executor = Executor(self.model, self.attention)
@@ -127,6 +128,7 @@ class EngineHost:
         valid = min(vocabulary.num_valid_tokens, model_config.vocab_size)
         eos = frozenset(model_config.eos_token_ids) | frozenset(vocabulary.eos_token_ids)
         runner = ModelRunner(self.executor, Sampler(model_config.vocab_size, valid, eos), self.compute)
+        can_swap = self.arena.num_rows > 0
         residency = Residency(
             BlockLedger(self.plan.num_blocks, PrefixTree() if config.prefix_cache else None),
             config.block_size,
@@ -136,8 +138,8 @@ class EngineHost:
                 victims=config.victims,
                 quantum=config.residency_quantum,
                 max_parks=config.max_parks,
-                swap=self.arena.num_rows > 0,
-                recompute=config.recompute,
+                swap=can_swap,
+                recompute=config.preemption != "swap-only",
             ),
         )
         self.residency = residency
@@ -148,6 +150,7 @@ class EngineHost:
             runner,
             self.pool,
             residency,
+            Preemption(config.preemption, can_swap, self.plan.block_bytes, config.block_size),
             self.requests,
             eos,
             (config.model, self.kv_format.name),
@@ -163,6 +166,7 @@ class EngineHost:
             self.arena,
             copy,
             config.verify_payloads,
+            measure=config.preemption == "auto" and can_swap,
         )
         self.stages = [self.prefill, self.offload, self.decode]
         for stage in self.stages:

@@ -21,6 +21,7 @@ from deepinfer.stages.messages import (
     Cancel,
     ChunkDone,
     ChunkItem,
+    CopyMeasured,
     Drain,
     DropPayload,
     EngineStopped,
@@ -38,6 +39,7 @@ from deepinfer.stages.messages import (
     TokenItem,
     Tokens,
 )
+from deepinfer.stages.preemption import Preemption
 from deepinfer.stages.request import Request
 from deepinfer.stages.runner import ModelRunner, Outcome, Span
 from deepinfer.stages.stage import Stage, monotonic
@@ -62,6 +64,7 @@ class DecodeStage(Stage):
         runner: ModelRunner,
         pool: KVPool,
         residency: Residency,
+        preemption: Preemption,
         requests: dict[int, Request],
         eos_token_ids: frozenset[int],
         sharing_domain: tuple[str, ...] = (),
@@ -72,6 +75,7 @@ class DecodeStage(Stage):
         self._pool = pool
         self._residency = residency
         self._ledger = residency.ledger
+        self._preemption = preemption
         self._requests = requests
         self._eos = eos_token_ids
         self._sharing_domain = sharing_domain
@@ -87,6 +91,7 @@ class DecodeStage(Stage):
         self.on(ChunkDone, self._on_chunk_done)
         self.on(SwapOutDone, self._on_swap_out_done)
         self.on(SwapInDone, self._on_swap_in_done)
+        self.on(CopyMeasured, self._preemption.measured)
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -205,6 +210,10 @@ class DecodeStage(Stage):
         self.send("prefill", PrefillChunk(items=[ChunkItem(c.rid, c.start, c.count, c.last) for c in chunks]))
 
     def _carry_out(self, moves: Moves) -> None:
+        if moves.swap_out:
+            self._preemption.decide(self.counters.prefill_tokens, self.counters.prefill_seconds)
+            if self._preemption.chosen == "recompute":
+                self._residency.stop_swapping()
         for rid in moves.swap_out:
             self._requests[rid].num_blocks = 0
             self.send("offload", SwapOut(rid=rid, blocks=self._filled_blocks(rid)))
@@ -223,10 +232,11 @@ class DecodeStage(Stage):
             self._finish(rid, "kv_exhausted")
 
     def _note_found(self, rid: int) -> None:
-        found = self._residency.entries[rid].cached
-        self._requests[rid].note_found(found)
-        self.counters.prefix_cache_queries_total += self._residency.entries[rid].length
-        self.counters.prefix_cache_hits_total += found
+        entry = self._residency.entries[rid]
+        self._requests[rid].note_found(entry.cached)
+        if not entry.parks:
+            self.counters.prefix_cache_queries_total += entry.length
+            self.counters.prefix_cache_hits_total += entry.cached
 
     def _register_filled(self, rid: int) -> None:
         """Tell the prefix tree of blocks that have become full. No kernel runs now, so tables may change."""
@@ -330,6 +340,7 @@ class DecodeStage(Stage):
             "kv_nonfinite_total": sum(nonfinite for _, nonfinite in kv_counts),
             "kv_encoder_layers": [[layer, *counts] for layer, counts in enumerate(kv_counts) if any(counts)],
             "states": states,
+            "preemption": self._preemption.as_dict(),
             "num_blocks": self._ledger.num_blocks,
             "free_blocks": self._ledger.available,
             "cached_blocks": self._ledger.idle,

@@ -205,6 +205,16 @@ class SwapInDone(Message, frozen=True, tag="swap_in_done"):
     error: str = ""
 
 
+class CopyMeasured(Message, frozen=True, tag="copy_measured"):
+    """How long pool rows take to the host and back, measured once at start; or why that could not be done."""
+
+    bytes: int = 0
+    """That went each way."""
+    out_seconds: float = 0.0
+    in_seconds: float = 0.0
+    error: str = ""
+
+
 class DropPayload(Message, frozen=True, tag="drop"):
     """The request ended while it was swapped out."""
 
@@ -234,6 +244,7 @@ AnyMessage = (
     | SwapOutDone
     | SwapIn
     | SwapInDone
+    | CopyMeasured
     | DropPayload
     | Halt
 )

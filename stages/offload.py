@@ -9,9 +9,13 @@ import numpy as np
 import torch
 import zmq
 
-from deepinfer.stages.memory.arena import HostArena
-from deepinfer.stages.messages import DropPayload, SwapIn, SwapInDone, SwapOut, SwapOutDone
+from deepinfer.stages.memory.arena import Copy, HostArena
+from deepinfer.stages.messages import CopyMeasured, DropPayload, SwapIn, SwapInDone, SwapOut, SwapOutDone
 from deepinfer.stages.stage import Stage, monotonic
+
+MEASURED_BYTES = 8 << 20
+MEASURED_SECONDS = 0.002
+"""A measurement copies so many bytes at a time, at least for so long in each direction."""
 
 CopyRows = Callable[[torch.Tensor, torch.Tensor], object]
 """(destination, source), both uint8 [rows, row_bytes]."""
@@ -44,6 +48,7 @@ class OffloadStage(Stage):
         arena: HostArena,
         copy: CopyRows = copy_rows,
         verify: bool = False,
+        measure: bool = False,
     ) -> None:
         super().__init__(context, inbox, outboxes)
         self._pool = pool
@@ -51,11 +56,36 @@ class OffloadStage(Stage):
         self._copy = copy
         self._verify = verify
         """Compute a checksum of each pool row before it is copied, and compare it when the row is back."""
+        self._measure = measure
+        """Tell decode at start how fast copies are."""
         self._payloads: dict[int, list[int]] = {}
         self._checksums: dict[int, list[int]] = {}
         self.on(SwapOut, self._on_swap_out)
         self.on(SwapIn, self._on_swap_in)
         self.on(DropPayload, self._on_drop)
+
+    def opened(self) -> None:
+        """No request holds a block yet, so any pool row may be read, and written with what was read from it."""
+        if not self._measure:
+            return
+        rows = min(len(self._pool), self._arena.rows_per_piece, self._arena.num_rows)
+        rows = min(rows, max(1, MEASURED_BYTES // self._arena.row_bytes))
+        pool, host = self._pool[:rows], self._arena.view(Copy(0, 0, rows))
+        try:
+            self._copy(host, pool)  # The first touch of a host page is not what later copies cost.
+            count, out_seconds, in_seconds = 0, 0.0, 0.0
+            while min(out_seconds, in_seconds) < MEASURED_SECONDS:
+                began = monotonic()
+                self._copy(host, pool)
+                middle = monotonic()
+                self._copy(pool, host)
+                count, out_seconds, in_seconds = count + 1, out_seconds + middle - began, in_seconds + monotonic() - middle
+        except (RuntimeError, OSError) as error:
+            self.send("decode", CopyMeasured(error=str(error)))
+            return
+        self.send(
+            "decode", CopyMeasured(bytes=count * pool.numel(), out_seconds=out_seconds, in_seconds=in_seconds)
+        )
 
     def _on_swap_out(self, message: SwapOut) -> None:
         began = monotonic()

@@ -16,10 +16,10 @@ class EngineCounters:
     generation_tokens_total: int = 0
     prompt_tokens_total: int = 0
     prefix_cache_queries_total: int = 0
-    """Tokens of admitted requests that were looked up in the prefix tree, and how many were found stored."""
+    """Tokens of newly admitted requests that were looked up in the prefix tree, and how many were found stored."""
     prefix_cache_hits_total: int = 0
     replayed_tokens_total: int = 0
-    """Computed again after a preemption without swap; not in the two above."""
+    """Computed again after a preemption without swap; in none of the above."""
     decode_steps_total: int = 0
     decode_seconds: float = 0.0
     prefill_chunks_total: int = 0
@@ -44,6 +44,11 @@ class EngineCounters:
         """`count` tokens of a prefill chunk, `new` of them for the first time."""
         self.prompt_tokens_total += new
         self.replayed_tokens_total += count - new
+
+    @property
+    def prefill_tokens(self) -> int:
+        """All that prefill has computed, also what it computed again."""
+        return self.prompt_tokens_total + self.replayed_tokens_total
 
     def swapped_out(self, message: SwapOutDone, block_bytes: int) -> None:
         """A swap out was answered: done, rejected by the budget, or failed."""

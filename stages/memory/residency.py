@@ -26,6 +26,8 @@ class Residency:
         self.block_size = block_size
         self.config = config
         self.entries: dict[int, Entry] = {}
+        self.swap = config.swap
+        """Whether victims move to the host. See `stop_swapping`."""
         self._arrivals = 0
         self._turn = 0
         self._claimant: int | None = None
@@ -43,6 +45,10 @@ class Residency:
 
     def fits_alone(self, total: int) -> bool:
         return blocks_for(total, self.block_size) <= self.ledger.num_blocks
+
+    def stop_swapping(self) -> None:
+        """From now on victims are computed again. What is on the host comes back as ever."""
+        self.swap = False
 
     def end(self, rid: int) -> State | None:
         """The request has ended, whatever its state. Blocks come back now, or when the chunk or transfer that has
@@ -263,12 +269,12 @@ class Residency:
     def _may_preempt(self, entry: Entry) -> bool:
         """Only a newcomer may push others out, only while nobody is parked, and only into the host: work that is done
         is never thrown away for it."""
-        if entry.parks or not self.config.swap:
+        if entry.parks or not self.swap:
             return False
         return not any(other.parks for other in self._outside())
 
     def _can_swap(self, victim: Entry) -> bool:
-        return self.config.swap and not victim.swap_refused
+        return self.swap and not victim.swap_refused
 
     def _make_room(self, newcomer: Entry, room: int, moves: Moves) -> None:
         short = self._cost(newcomer) - room - self._arriving_blocks()

@@ -125,9 +125,9 @@ def test_with_one_block_of_host_memory_one_block_is_swapped_at_a_time(tiny_path,
 
 def test_requests_that_are_neither_swapped_nor_computed_again_may_end_with_what_they_have(tiny_path):
     load = {"host_blocks": 0, "new_tokens": "40:64", "request_blocks": "6:12"}
-    strict = stress(tiny_path, settings={"recompute": False}, **load)
+    strict = stress(tiny_path, settings={"preemption": "swap-only"}, **load)
     assert list(failed(strict)) == ["everyone finishes"]
-    assert failed(stress(tiny_path, settings={"recompute": False}, allow_exhausted=True, **load)) == {}
+    assert failed(stress(tiny_path, settings={"preemption": "swap-only"}, allow_exhausted=True, **load)) == {}
 
 
 def test_requests_that_grow_side_by_side_fragment_the_pool_and_their_runs_are_copied_whole(tiny_path):
@@ -254,11 +254,11 @@ def test_the_command_exits_with_1_when_a_check_fails(tiny_path):
 
 
 def test_the_command_passes_settings_to_the_engine_and_refuses_what_it_does_not_know(tiny_path):
-    assert engine_settings(["max-parks=2", "recompute=false"]) == {"max_parks": 2, "recompute": False}
+    assert engine_settings(["max-parks=2", "prefix-cache=false"]) == {"max_parks": 2, "prefix_cache": False}
     with pytest.raises(ConfigError, match="num_blokcs"):
         engine_settings(["num_blokcs=3"])
     with pytest.raises(ConfigError, match="true or false"):
-        engine_settings(["recompute=yes"])
+        engine_settings(["prefix-cache=yes"])
     assert invoke(tiny_path, "--set", "num_blocks=3").exit_code == 78
     assert invoke(tiny_path, "--slow-copies", "0.5").exit_code == 78
     result = invoke(tiny_path, "--request-blocks", "4:99")
