@@ -72,20 +72,22 @@ class OffloadStage(Stage):
         rows = min(rows, max(1, MEASURED_BYTES // self._arena.row_bytes))
         pool, host = self._pool[:rows], self._arena.view(Copy(0, 0, rows))
         try:
-            self._copy(host, pool)  # The first touch of a host page is not what later copies cost.
-            count, out_seconds, in_seconds = 0, 0.0, 0.0
-            while min(out_seconds, in_seconds) < MEASURED_SECONDS:
-                began = monotonic()
-                self._copy(host, pool)
-                middle = monotonic()
-                self._copy(pool, host)
-                count, out_seconds, in_seconds = count + 1, out_seconds + middle - began, in_seconds + monotonic() - middle
+            self.send("decode", self._measured(host, pool))
         except (RuntimeError, OSError) as error:
             self.send("decode", CopyMeasured(error=str(error)))
-            return
-        self.send(
-            "decode", CopyMeasured(bytes=count * pool.numel(), out_seconds=out_seconds, in_seconds=in_seconds)
-        )
+
+    def _measured(self, host: torch.Tensor, pool: torch.Tensor) -> CopyMeasured:
+        self._copy(host, pool)  # The first touch of a host page is not what later copies cost.
+        count, out_seconds, in_seconds = 0, 0.0, 0.0
+        while min(out_seconds, in_seconds) < MEASURED_SECONDS:
+            began = monotonic()
+            self._copy(host, pool)
+            middle = monotonic()
+            self._copy(pool, host)
+            count += 1
+            out_seconds += middle - began
+            in_seconds += monotonic() - middle
+        return CopyMeasured(bytes=count * pool.numel(), out_seconds=out_seconds, in_seconds=in_seconds)
 
     def _on_swap_out(self, message: SwapOut) -> None:
         began = monotonic()
