@@ -13,9 +13,12 @@ from typing import Any, NoReturn
 
 import click
 
+from deepinfer.daemon.cli_settings import config_group, settings_options
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.options import options_of
 from deepinfer.daemon.runtime_folder import FolderError
+from deepinfer.daemon.setting import given
+from deepinfer.daemon.sources import gather
 from deepinfer.daemon.stress_config import StressConfig, engine_settings
 
 EXIT_CONFIG = 78
@@ -34,22 +37,24 @@ def main() -> None:
     """Serve a language model from a small machine, over ZeroMQ."""
 
 
+main.add_command(config_group)
+
+
 @main.command()
-@options_of(DaemonConfig)
+@settings_options
 @runtime_option
 @click.option("--detach", is_flag=True, help="Return when the daemon is ready; it goes on in the background.")
-def start(runtime_dir: Path | None, detach: bool, **settings: Any) -> None:
+def start(runtime_dir: Path | None, detach: bool, config_file: Path | None, **flags: Any) -> None:
     """Run the daemon. Ends with SIGTERM, Ctrl-C or `stop`; running requests finish first."""
     from deepinfer.daemon.front import runtime_path
 
     folder = runtime_path(runtime_dir)
     try:
-        config = DaemonConfig(**settings)
-        config.check()
+        config = gather(flags, config_file).config
         if detach:
             from deepinfer.daemon.detach import start_detached
 
-            sys.exit(start_detached(config, folder))
+            sys.exit(start_detached(flags, config_file, folder))
         sys.exit(_run_front(config, folder))
     except (ConfigError, FolderError) as error:
         _fail(str(error), EXIT_CONFIG)
@@ -196,7 +201,7 @@ def swap(formats: tuple[str, ...], settings: tuple[str, ...], output: Path | Non
     from deepinfer.stages.model.errors import ModelError
 
     try:
-        sys.exit(run_stress(StressConfig(**options), formats, engine_settings(settings), output))
+        sys.exit(run_stress(StressConfig(**given(options)), formats, engine_settings(settings), output))
     except (ConfigError, ModelError) as error:
         _fail(str(error), EXIT_CONFIG)
 

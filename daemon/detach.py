@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from deepinfer.daemon.config import DaemonConfig
 from deepinfer.daemon.runtime_folder import CONNECTION_FILE, LOG_FILE, is_locked, make_private
+from deepinfer.daemon.setting import given
 
 POLL_SECONDS = 0.05
 LAST_LINES = 20
 
 
-def arguments_of(config: DaemonConfig) -> list[str]:
-    """The command line that gives `config` again."""
+def arguments_of(flags: Mapping[str, Any]) -> list[str]:
+    """The flags that were given, again: the new process finds the environment and the configuration file by itself."""
     arguments = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        name = field.name.replace("_", "-")
+    for name, value in given(dict(flags)).items():
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            arguments.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            arguments += [f"--{name}", str(value)]
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", str(value)]
     return arguments
 
 
-def start_detached(config: DaemonConfig, folder: Path) -> int:
+def start_detached(flags: Mapping[str, Any], config_file: Path | None, folder: Path) -> int:
     """A new process rather than a fork: a zmq context does not survive one."""
     if is_locked(folder):
         click.echo(f"a daemon is already running in {folder}", err=True)
@@ -48,7 +48,7 @@ def start_detached(config: DaemonConfig, folder: Path) -> int:
                 "start",
                 "--runtime-dir",
                 str(folder),
-                *arguments_of(config),
+                *arguments_of({"config": config_file, **flags}),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Callable
-from typing import Any
 
 import click
 
-ENV_PREFIX = "DEEPINFER"
+from deepinfer.daemon.setting import kind_of, settings_of
 
 
 def options_of(config: type) -> Callable[[Callable], Callable]:
-    """A decorator that adds one option per field: `--field-name`, or a flag pair for a bool. Each can
-    also be set by the environment variable DEEPINFER_FIELD_NAME."""
+    """A decorator that adds one option per field: `--field-name`, or a flag pair for a bool, and its aliases. An option
+    that was not given is None: other sources may have the setting, and the dataclass has its default."""
 
     def decorate(command: Callable) -> Callable:
-        hints = typing.get_type_hints(config)
-        for field in reversed(dataclasses.fields(config)):
-            command = _option(field, hints[field.name])(command)
+        for name, field in reversed(settings_of(config).items()):
+            command = _option(field, kind_of(config, name))(command)
         return command
 
     return decorate
 
 
-def _option(field: dataclasses.Field, hint: Any) -> Callable[[Callable], Callable]:
-    flag = "--" + field.name.replace("_", "-")
-    common: dict[str, Any] = {
-        "default": field.default,
-        "show_default": field.default is not None,
-        "help": field.metadata["help"],
-        "envvar": f"{ENV_PREFIX}_{field.name.upper()}",
-    }
-    if hint is bool:
-        return click.option(f"{flag}/--no-{flag.removeprefix('--')}", **common)
-    choices = field.metadata["choices"]
-    return click.option(flag, type=click.Choice(choices) if choices else _plain(hint), **common)
-
-
-def _plain(hint: Any) -> type:
-    """int for int and for `int | None`."""
-    if isinstance(hint, types.UnionType):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
-    return hint
+def _option(field: dataclasses.Field, kind: type) -> Callable[[Callable], Callable]:
+    flag = field.name.replace("_", "-")
+    aliases, choices, help = (field.metadata[key] for key in ("aliases", "choices", "help"))
+    names = (f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}", field.name, *aliases)
+    if field.default is not None:
+        shown = ("on" if field.default else "off") if kind is bool else field.default
+        help = f"{help} [default: {shown}]"
+    if kind is bool:
+        return click.option(*names, default=None, help=help)
+    return click.option(*names, type=click.Choice(choices) if choices else kind, default=None, help=help)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.daemon.config import ConfigError, EngineConfig, setting
+from deepinfer.daemon.setting import from_text, settings_of
 
 SCENARIOS = ("random", "smoke")
 SMOKE_NEW_TOKENS = 8
@@ -120,29 +118,12 @@ def _pair(name: str, text: str, number: type) -> tuple[Any, Any]:
 
 def engine_settings(assignments: Sequence[str]) -> dict[str, Any]:
     """NAME=VALUE, where NAME is a field of EngineConfig, to keyword arguments. Raises ConfigError."""
-    hints = typing.get_type_hints(EngineConfig)
+    known = settings_of(EngineConfig)
     settings = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         name = name.replace("-", "_")
-        if not equals or name not in hints:
-            known = ", ".join(field.name for field in dataclasses.fields(EngineConfig))
-            raise ConfigError(f"set is {assignment!r}; it must be NAME=VALUE with a NAME of: {known}")
-        settings[name] = _value(name, text, hints[name])
+        if not equals or name not in known:
+            raise ConfigError(f"set is {assignment!r}; it must be NAME=VALUE with a NAME of: {', '.join(known)}")
+        settings[name] = from_text(EngineConfig, name, text)
     return settings
-
-
-def _value(name: str, text: str, hint: Any) -> Any:
-    kind = next(part for part in typing.get_args(hint) if part is not type(None)) if _optional(hint) else hint
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ConfigError(f"{name} is {text!r}; it must be true or false")
-        return text == "true"
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}; it must be of type {kind.__name__}") from None
-
-
-def _optional(hint: Any) -> bool:
-    return isinstance(hint, types.UnionType)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from deepinfer.kernels.openmp import limit_spinning
 
 limit_spinning()
+os.environ["DEEPINFER_CONFIG_DIR"] = "/nonexistent"
+"""A configuration file of whoever runs the tests is none of theirs."""
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
