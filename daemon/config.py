@@ -1,7 +1,7 @@
 """The daemon's configuration: one frozen dataclass, which is the only place of a default.
 
-The command line, the environment variables and the keys of the configuration file are generated from it, so a setting, its
-help, its range and its default are written once.
+The command line, the environment variables and the keys of the configuration file are generated from it, so a setting,
+its help, its range and its default are written once.
 """
 
 from __future__ import annotations

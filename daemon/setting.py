@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any
 
-TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TRUE_WORDS, FALSE_WORDS = ("true", "1"), ("false", "0")
 
 
 class ConfigError(ValueError):
@@ -32,8 +32,8 @@ def setting(
 ) -> Any:
     """A field of a configuration dataclass.
 
-    `low` and `high` are allowed themselves. `aliases` are flags by which users of other servers know it. A `live` setting is
-    taken over by `reload`; the others need a restart.
+    `low` and `high` are allowed themselves. `aliases` are flags by which users of other servers know it. A `live`
+    setting is taken over by `reload`; the others need a restart.
     """
     metadata = {"help": help, "choices": choices, "low": low, "high": high, "aliases": aliases, "live": live}
     return dataclasses.field(default=default, metadata=metadata)

@@ -27,7 +27,7 @@ class Gathered(NamedTuple):
 
 
 def config_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """DEEPINFER_CONFIG_DIR, else the service manager's CONFIGURATION_DIRECTORY, else the user's configuration folder."""
+    """DEEPINFER_CONFIG_DIR, else the service manager's CONFIGURATION_DIRECTORY, else a folder of this user."""
     for variable in ("DEEPINFER_CONFIG_DIR", "CONFIGURATION_DIRECTORY"):
         if environ.get(variable):
             return Path(environ[variable].split(":")[0])
