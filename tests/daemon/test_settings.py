@@ -105,7 +105,7 @@ def test_a_variable_that_cannot_be_meant_is_refused_by_name(variable, text, word
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path):
-    with pytest.raises(ConfigError, match="absent[.]toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read"):
         gather({}, tmp_path / "absent.toml", {})
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
