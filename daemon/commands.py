@@ -96,11 +96,16 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
             "blocks",
             f"{blocks['free']:,} of {blocks['total']:,} free, {blocks['cached']:,} of them keep prompts for reuse",
         ),
-        ("host", f"{offload['payload_bytes']:,} of {offload['budget_bytes']:,} bytes in use"),
+        (
+            "host",
+            f"{offload['payload_bytes']:,} of {offload['budget_bytes']:,} bytes in use, "
+            f"{offload['max_payload_bytes']:,} at most",
+        ),
         (
             "swaps",
             f"{counters.get('requests_swapped_total', 0)} out, {counters.get('requests_resumed_total', 0)} in, "
-            f"{counters.get('requests_recomputed_total', 0)} recomputed",
+            f"{counters.get('requests_recomputed_total', 0)} recomputed; "
+            f"{counters.get('prefetch_hits_total', 0)} came back while others were computed",
         ),
         ("preemption", _preemption(status["preemption"])),
         ("tokens", f"{counters.get('generation_tokens_total', 0):,} generated"),
@@ -108,7 +113,7 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _preemption(choice: dict[str, Any]) -> str:
-    if not choice:
+    if "mode" not in choice:
         return "-"
     return f"{choice['mode']}: {choice['chosen'] or 'undecided'} ({choice['reason']})"
 

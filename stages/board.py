@@ -74,10 +74,14 @@ class StatusBoard:
             "cpu_offload": {
                 "enabled": self.summary.get("cpu_offload_enabled", False),
                 "payload_bytes": stats.get("cpu_offload_bytes", 0),
+                "max_payload_bytes": stats.get("max_cpu_offload_bytes", 0),
                 "budget_bytes": self.summary.get("cpu_offload_budget_bytes", 0),
                 "max_swapped_requests": stats.get("max_swapped_requests", 0),
             },
-            "preemption": stats.get("preemption", {}),
+            "preemption": {
+                **stats.get("preemption", {}),
+                "parks_per_request": stats.get("parks_per_request", []),
+            },
             "kv_encoder_layers": [
                 {"layer": layer, "saturated": saturated, "nonfinite": nonfinite}
                 for layer, saturated, nonfinite in stats.get("kv_encoder_layers", [])

@@ -44,6 +44,7 @@ from deepinfer.stages.request import Request
 from deepinfer.stages.runner import ModelRunner, Outcome, Span
 from deepinfer.stages.stage import Stage, monotonic
 from deepinfer.stages.stats import EngineCounters
+from deepinfer.stages.transfers import Transfers
 
 SNAPSHOT_SECONDS = 0.25
 
@@ -81,10 +82,12 @@ class DecodeStage(Stage):
         self._sharing_domain = sharing_domain
         self._overlap = overlap
         self._chunk_out = False
-        self._payload_bytes: dict[int, int] = {}
         self._draining = False
         self._last_snapshot = 0.0
         self.counters = EngineCounters()
+        self.parks_per_request: list[int] = []
+        """How many of the finished requests were preempted 0 times, once, twice, ..."""
+        self._transfers = Transfers(self.counters, pool.layout.block_bytes)
         self.on(Submit, self._on_submit)
         self.on(Cancel, self._on_cancel)
         self.on(Drain, self._on_drain)
@@ -141,10 +144,7 @@ class DecodeStage(Stage):
 
     def _on_swap_out_done(self, message: SwapOutDone) -> None:
         done = not message.error
-        self.counters.swapped_out(message, self._pool.layout.block_bytes)
-        if done:
-            self._payload_bytes[message.rid] = message.bytes
-            self.counters.max_swapped_requests = max(self.counters.max_swapped_requests, len(self._payload_bytes))
+        self._transfers.out(message)
         alive = self._residency.swapped_out(message.rid, refused=not done)
         if done and alive:
             self._parked(message.rid)
@@ -153,9 +153,8 @@ class DecodeStage(Stage):
 
     def _on_swap_in_done(self, message: SwapInDone) -> None:
         lost = bool(message.error)
-        self._payload_bytes.pop(message.rid, None)
-        self.counters.swapped_in(message, self._pool.layout.block_bytes)
         alive = self._residency.swapped_in(message.rid, failed=lost)
+        self._transfers.back(message, alive)
         if not alive:
             return
         if lost:
@@ -187,6 +186,7 @@ class DecodeStage(Stage):
 
     def _decode(self, rids: list[int]) -> None:
         began = monotonic()
+        self._transfers.computing()
         spans = []
         for rid in rids:
             self._sync_table(rid)
@@ -207,6 +207,7 @@ class DecodeStage(Stage):
         for chunk in chunks:
             self._sync_table(chunk.rid)
         self._chunk_out = True
+        self._transfers.computing()
         self.send("prefill", PrefillChunk(items=[ChunkItem(c.rid, c.start, c.count, c.last) for c in chunks]))
 
     def _carry_out(self, moves: Moves) -> None:
@@ -218,6 +219,7 @@ class DecodeStage(Stage):
             self._requests[rid].num_blocks = 0
             self.send("offload", SwapOut(rid=rid, blocks=self._filled_blocks(rid)))
         for rid in moves.swap_in:
+            self._transfers.returning(rid, self._chunk_out)
             self.send("offload", SwapIn(rid=rid, blocks=self._ledger.blocks(rid)))
         for rid in moves.admitted:
             self._requests[rid].clock.admit()
@@ -302,11 +304,16 @@ class DecodeStage(Stage):
             return
         if state is State.SWAPPED:
             self._drop_payload(rid)
+        self._count_parks(entry.parks)
         self.counters.requests_finished_total += 1
         self.counters.requests_failed_total += reason == "error"
         self._send_finished(request, reason, code, error)
         if not busy:
             del self._requests[rid]
+
+    def _count_parks(self, parks: int) -> None:
+        self.parks_per_request += [0] * (parks + 1 - len(self.parks_per_request))
+        self.parks_per_request[parks] += 1
 
     def _send_finished(self, request: Request, reason: str, code: str = "", error: str = "") -> None:
         timings = request.clock.timings()
@@ -323,7 +330,7 @@ class DecodeStage(Stage):
         )
 
     def _drop_payload(self, rid: int) -> None:
-        self._payload_bytes.pop(rid, None)
+        self._transfers.dropped(rid)
         self._residency.payload_dropped()
         self.send("offload", DropPayload(rid=rid))
 
@@ -345,7 +352,8 @@ class DecodeStage(Stage):
             "free_blocks": self._ledger.available,
             "cached_blocks": self._ledger.idle,
             "swapped_requests": states["swapped"],
-            "cpu_offload_bytes": sum(self._payload_bytes.values()),
+            "parks_per_request": self.parks_per_request,
+            "cpu_offload_bytes": self._transfers.bytes,
             "progress": self.progress,
         }
 

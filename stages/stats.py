@@ -38,7 +38,14 @@ class EngineCounters:
     kv_cpu_reload_copies_total: int = 0
     cpu_offload_seconds: float = 0.0
     cpu_reload_seconds: float = 0.0
+    prefetch_hits_total: int = 0
+    """Copies back that were hidden behind what others computed; the engine waited for those that missed, and those that
+    were cancelled came for a request that had ended."""
+    prefetch_misses_total: int = 0
+    prefetch_cancelled_total: int = 0
     max_swapped_requests: int = 0
+    max_cpu_offload_bytes: int = 0
+    """Most that was in host memory at the same time."""
 
     def computed(self, new: int, count: int) -> None:
         """`count` tokens of a prefill chunk, `new` of them for the first time."""
