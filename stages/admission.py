@@ -21,6 +21,7 @@ from deepinfer.stages.client_port import Delivery
 from deepinfer.stages.intake import Capacity, Intake
 from deepinfer.stages.live import LiveRequest, Route
 from deepinfer.stages.model import Tokenizer
+from deepinfer.stages.peers import Peers
 from deepinfer.stages.protocol import (
     Cancel,
     Detokenize,
@@ -115,6 +116,7 @@ class AdmissionStage(Stage):
     def opened(self) -> None:
         self._clients = self.new_socket(zmq.ROUTER, poll=True)
         client_port.configure(self._clients, self._limits.max_frame_bytes)
+        self._peers = Peers(self._clients, self.new_socket(zmq.PAIR, poll=True))
         try:
             self._clients.bind(self._clients_address)
         except zmq.ZMQError as error:
@@ -133,6 +135,7 @@ class AdmissionStage(Stage):
             self._flush(live)
         if not self._clients_address.startswith("inproc://"):
             time.sleep(GOODBYE_SECONDS)
+        self._peers.close()
 
     # --- the engine -------------------------------------------------------------------------------------------
 
@@ -197,8 +200,10 @@ class AdmissionStage(Stage):
 
     def on_socket(self, socket: zmq.Socket) -> None:
         """Stops early after a request that took long (a huge prompt to tokenise): streams come first."""
+        if socket is not self._clients:  # Somebody came or left: `work` looks who.
+            return
         until = monotonic() + CLIENT_SECONDS_PER_TURN
-        for identity, *frames in client_port.receive(socket, CLIENT_MESSAGES_PER_TURN):
+        for identity, *frames in client_port.receive(socket, CLIENT_MESSAGES_PER_TURN, self._peers):
             self.progress += 1
             route = Route(identity, is_req(frames))
             try:
@@ -348,6 +353,8 @@ class AdmissionStage(Stage):
             heapq.heapify(self._deadlines)
 
     def work(self) -> bool:
+        for identity in self._peers.left():
+            self._client_gone(identity)
         now = monotonic()
         for rid, since in list(self._blocked.items()):
             live = self._live.get(rid)

@@ -7,6 +7,8 @@ from enum import Enum
 
 import zmq
 
+from deepinfer.stages.peers import Peers
+
 MAX_FRAMES = 4
 """Identity, the empty frame of a REQ, a map and raw ids."""
 HIGH_WATER_MARK = 1000
@@ -34,14 +36,17 @@ def configure(socket: zmq.Socket, max_frame_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, 2000)
 
 
-def receive(socket: zmq.Socket, limit: int) -> Iterator[list[bytes]]:
-    """Up to `limit` waiting messages, each cut to MAX_FRAMES + 1 frames however many were sent."""
+def receive(socket: zmq.Socket, limit: int, peers: Peers | None = None) -> Iterator[list[bytes]]:
+    """Up to `limit` waiting messages, each cut to MAX_FRAMES + 1 frames however many were sent. `peers` is told of
+    their senders."""
     for _ in range(limit):
-        frames: list[bytes] = []
         try:
-            frames.append(socket.recv(zmq.DONTWAIT))
+            identity = socket.recv(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return
+        if peers is not None:
+            peers.note(identity)
+        frames = [identity.bytes]
         while socket.getsockopt(zmq.RCVMORE):
             frame = socket.recv()
             if len(frames) <= MAX_FRAMES:

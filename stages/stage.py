@@ -81,7 +81,11 @@ class Stage:
         return self.join(0)
 
     def send(self, to: str, message: Message) -> None:
-        self._outboxes[to].send(messages.encode(message), zmq.DONTWAIT)
+        """A message to a stage that has ended is dropped: over inproc nobody is there to keep it."""
+        try:
+            self._outboxes[to].send(messages.encode(message), zmq.DONTWAIT)
+        except zmq.Again:
+            logger.warning("stage %s has ended: a %s to it is dropped", to, type(message).__name__)
 
     def opened(self) -> None:
         """Called in the stage's thread before the first message, to make further sockets."""
@@ -98,7 +102,7 @@ class Stage:
         return 1000
 
     def closing(self) -> None:
-        """Called in the stage's thread after the last message."""
+        """Called in the stage's thread after the last message, if `opened` had returned."""
 
     def failed(self, error: BaseException) -> None:
         """The loop died of `error`: admission is told, so that no client waits for ever."""
@@ -114,8 +118,10 @@ class Stage:
         self.halt()
 
     def _run(self, bound: threading.Event) -> None:
+        opened = False
         try:
             self._open()
+            opened = True
             bound.set()
             self._loop()
         except BaseException as error:  # noqa: BLE001 - the top of a thread, and foreign code may raise anything
@@ -124,7 +130,8 @@ class Stage:
                 self.failed(error)
         finally:
             bound.set()
-            self.closing()
+            if opened:
+                self.closing()
             for socket in self._sockets:
                 socket.close()
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from forced_swaps import force_swaps
+from leftovers import settled
 
 from deepinfer.clients import DeepInferError, Done, Preempted, Resumed
 from deepinfer.daemon.engine import Engine
-from deepinfer.stages.memory.entries import State
 
 FORMATS = ["auto", "fp16", "int8", "fp8", "e5m2"]
 PROMPT = "The quick brown fox jumps"
@@ -33,21 +33,6 @@ SWAP_METRICS = [
     "max_swapped_requests",
 ]
 """The names that the reference system gave them."""
-
-
-def settled(engine: Engine) -> None:
-    """Nothing is held by anyone: no block, no host byte, no record."""
-    give_up = time.monotonic() + 20
-    host = engine.host
-    while time.monotonic() < give_up:
-        if not host.residency.entries and not host.requests and host.arena.used_bytes == 0:
-            break
-        time.sleep(0.01)
-    host.residency.ledger.audit()
-    assert host.residency.entries == {}
-    assert host.requests == {}
-    assert host.residency.ledger.available == host.plan.num_blocks
-    assert host.arena.used_bytes == 0
 
 
 def solo(engine: Engine, prompt: Any, **fields: Any) -> tuple[int, ...]:
@@ -202,44 +187,6 @@ def test_preempted_and_resumed_come_in_pairs_and_the_pause_is_reported(tiny_path
         assert last.timings["parks"] == 1
         assert last.timings["swapped_s"] > 0.05
         assert last.timings["longest_gap_s"] >= last.timings["swapped_s"]
-
-
-def test_cancel_in_every_state_ends_the_stream_once_and_gives_everything_back(tiny_path):
-    """Cancels from the decode thread at the moment when a request is in a given state."""
-    gate = threading.Event()
-
-    def gated(destination: torch.Tensor, source: torch.Tensor) -> None:
-        gate.wait(0.05)
-        destination.copy_(source)
-
-    with Engine(tiny_path, num_blocks=16, prefill_chunk_tokens=4, copy=gated) as engine:
-        residency, decode = engine.host.residency, engine.host.decode
-        original_work = decode.work
-        target: dict[str, Any] = {}
-
-        def cancel_if_there() -> None:
-            for entry in list(residency.entries.values()):
-                if entry.state is target.get("state"):
-                    target.clear()
-                    decode._finish(entry.rid, "cancelled")
-
-        def work() -> bool:
-            cancel_if_there()
-            more = original_work()
-            cancel_if_there()
-            return more
-
-        decode.work = work
-        swaps: set[int] = set()
-        force_swaps(engine, lambda e: e.length == len(PROMPT) + 2 and e.rid not in swaps and not swaps.add(e.rid))
-        for state in State:
-            target["state"] = state
-            result = engine.complete(PROMPT, max_new_tokens=30, ignore_eos=True)
-            assert result.finish_reason == "cancelled", state
-            assert not target, state
-            settled(engine)
-            assert engine.complete(PROMPT, max_new_tokens=3).finish_reason in ("length", "stop")
-        settled(engine)
 
 
 def test_a_client_cancels_a_stream_and_others_go_on(tiny_path):
