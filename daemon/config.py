@@ -75,6 +75,7 @@ class EngineConfig:
     attention: str = setting(
         "auto", "Attention path.", ("auto", "numba", "reference"), aliases=("--attention-backend",)
     )
+    cuda_graphs: bool = setting(True, "Capture decode steps in CUDA graphs. Without effect on the CPU.")
     w4_prefill: str = setting(
         "bf16-copy", "How 4-bit weights meet many rows: a bf16 copy, or int4 always.", ("bf16-copy", "int4")
     )

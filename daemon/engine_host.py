@@ -29,6 +29,7 @@ from deepinfer.stages.model import Executor, load_model, open_checkpoint, resolv
 from deepinfer.stages.model.key_bias import KeyBiasRule
 from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.sampler import Sampler
+from deepinfer.stages.model.step_graphs import StepGraphs
 from deepinfer.stages.offload import CopyRows, OffloadStage, copy_rows
 from deepinfer.stages.preemption import Preemption
 from deepinfer.stages.prefill import PrefillStage
@@ -100,7 +101,7 @@ class EngineHost:
         budget = config.max_cpu_offload_mb << 20 if config.cpu_offload and config.preemption != "recompute" else 0
         self.arena = HostArena(budget, layout.block_bytes)
         self.attention = self._attention(layout)
-        self.executor = Executor(self.model, self.attention)
+        self.executor = Executor(self.model, self.attention, self._graphs())
         self.requests: dict[int, Request] = {}
         self.stages: list[Stage] = []
 
@@ -119,6 +120,10 @@ class EngineHost:
             )
         except ValueError as error:
             raise ConfigError(f"no attention for this model and these settings: {error}") from error
+
+    def _graphs(self) -> StepGraphs | None:
+        capture = self.ops.step_capture(self.attention) if self.config.cuda_graphs else None
+        return None if capture is None else StepGraphs(capture, self.config.max_running, self.max_context)
 
     def start(
         self, context: zmq.Context, topology: Topology, vocabulary: Vocabulary, copy: CopyRows = copy_rows
@@ -210,6 +215,7 @@ class EngineHost:
             "threads": self.threads,
             "kv_cache_dtype": self.kv_format.name,
             "attention": self.attention.name,
+            "cuda_graphs": self.executor.graphs is not None,
             "batch_invariant": self.config.batch_invariant,
             "prefix_cache": self.config.prefix_cache,
             "block_size": self.config.block_size,

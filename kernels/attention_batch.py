@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from torch import Tensor
 
 
 class AttentionBatch:
@@ -20,8 +21,6 @@ class AttentionBatch:
         seq_starts: [S + 1], rows of sequence s are seq_starts[s] .. seq_starts[s + 1], positions ascending by
             one.
 
-    `nonfinite_rows` (bool [N]) says after the pass which rows had NaN or infinite keys or values in any
-    layer: these were stored as 0, and the request must end.
     """
 
     def __init__(
@@ -36,9 +35,19 @@ class AttentionBatch:
             raise ValueError(f"row_seq {self.row_seq.shape} and block_tables {self.block_tables.shape} do not fit")
         if len(self.seq_starts) != len(self.block_tables) + 1 or self.seq_starts[-1] != num_rows:
             raise ValueError(f"seq_starts {self.seq_starts.tolist()} do not span {num_rows} rows")
-        self.nonfinite_rows = np.zeros(num_rows, dtype=np.bool_)
+        self._nonfinite_rows = np.zeros(num_rows, dtype=np.bool_)
+        self.device_flags: Tensor | None = None
+        """uint8 [N], where another device keeps `nonfinite_rows`."""
         self.workspace: Any = None
         """Kept by the attention that the batch is passed to, for the layers that follow."""
+
+    @property
+    def nonfinite_rows(self) -> np.ndarray:
+        """bool [N]: which rows had NaN or infinite keys or values in any layer: these were stored as 0, and the request
+        must end. To be read after the pass; waits for the device."""
+        if self.device_flags is not None:
+            self._nonfinite_rows |= self.device_flags.cpu().numpy().astype(np.bool_)
+        return self._nonfinite_rows
 
     @property
     def num_rows(self) -> int:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepinfer.kernels import elementwise
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
+from deepinfer.kernels.graphs import StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
 
@@ -63,6 +64,10 @@ class Ops(Protocol):
         """`backend` is the user's wish, "auto" by default. Raises ValueError for one that this device does not have."""
         ...
 
+    def step_capture(self, attention: Any) -> StepCapture | None:
+        """Graphs of decode steps that attend with `attention`, which `attention` made. None without graphs."""
+        ...
+
 
 class CpuOps:
     """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`."""
@@ -93,3 +98,6 @@ class CpuOps:
         bf16_copy: bool,
     ) -> Linear:
         return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy)
+
+    def step_capture(self, attention: Any) -> StepCapture | None:
+        return None

@@ -341,11 +341,14 @@ class DecodeStage(Stage):
         for entry in self._residency.entries.values():
             states[entry.state.value] += 1
         kv_counts = self._runner.executor.attention.kv_counts()
+        graphs = self._runner.executor.graphs
         return {
             **self.counters.as_dict(),
             "kv_saturated_total": sum(saturated for saturated, _ in kv_counts),
             "kv_nonfinite_total": sum(nonfinite for _, nonfinite in kv_counts),
             "kv_encoder_layers": [[layer, *counts] for layer, counts in enumerate(kv_counts) if any(counts)],
+            "cuda_graphs_captured_total": 0 if graphs is None else len(graphs.captured),
+            "cuda_graph_replays_total": 0 if graphs is None else graphs.replays,
             "states": states,
             "preemption": self._preemption.as_dict(),
             "num_blocks": self._ledger.num_blocks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from deepinfer.kernels.cuda.launcher import Argument, check_tensor
 from deepinfer.kernels.cuda.nvrtc import compile_kernel
 from deepinfer.kernels.cuda.source import KernelSource
+from deepinfer.kernels.graphs import Graph
 
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
@@ -28,6 +30,7 @@ class CupyBackend:
         self._arch = f"sm_{major}{minor}"
         self.name = f"cuda: {torch.cuda.get_device_name(device)}"
         self.device = f"cuda:{device}"
+        self._graph_memory: Any = None
 
     def compile(self, source: KernelSource) -> Any:
         """The CuPy function of a cubin for this device. The function keeps its module alive."""
@@ -43,6 +46,18 @@ class CupyBackend:
             )
         stream = self._cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
         kernel(grid, (block, 1, 1), [self._convert(arg) for arg in args], shared_mem=shared_bytes, stream=stream)
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        """See `Backend.capture`. Other threads go on using the device meanwhile.
+
+        All graphs take their temporary memory from one pool: they are replayed one at a time.
+        """
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            function()
+        return graph
 
     def _convert(self, arg: Argument) -> Any:
         if isinstance(arg, Tensor):

@@ -25,6 +25,11 @@ def num_partitions(visible: np.ndarray) -> np.ndarray:
     return -(-visible // size)
 
 
+def most_partitions(visible: int) -> int:
+    """The most partitions of any context of 1 to `visible` tokens: beyond a limit a longer one has fewer."""
+    return int(num_partitions(np.minimum(visible, (4096, 16384, MAX_CONTEXT))).max())
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """One specialisation of paged attention. Raises ValueError for what no kernel exists for, with what works."""

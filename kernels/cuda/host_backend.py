@@ -10,12 +10,15 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from deepinfer.kernels.cuda import disk_cache
+from deepinfer.kernels.cuda.host_graph import HostGraph, Recorder
 from deepinfer.kernels.cuda.launcher import Argument, check_tensor
 from deepinfer.kernels.cuda.nvrtc import CompileError
 from deepinfer.kernels.cuda.source import FOLDER, KernelSource, fingerprint, headers
@@ -35,6 +38,7 @@ class HostBackend:
         if compiler is None:
             raise CompileError("the host shim needs a C++ compiler: install g++, or name one in CXX")
         self._compiler = compiler
+        self._capturing = threading.local()
 
     def compile(self, source: KernelSource) -> Any:
         """The entry of a shared object, which is taken from the disk cache where it can."""
@@ -54,9 +58,27 @@ class HostBackend:
         values = [self._convert(arg) for arg in args]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value, _ in values))
         kinds = "".join(kind for _, kind in values).encode()
-        fault = kernel((ctypes.c_uint * 3)(*grid), block, shared_bytes, addresses, kinds)
-        if fault:
-            raise RuntimeError(f"kernel launch failed: {fault.decode()}")
+
+        def run() -> None:
+            fault = kernel((ctypes.c_uint * 3)(*grid), block, shared_bytes, addresses, kinds)
+            if fault:
+                raise RuntimeError(f"kernel launch failed: {fault.decode()}")
+
+        recorder: Recorder | None = getattr(self._capturing, "recorder", None)
+        if recorder is None:
+            run()
+        else:
+            recorder.keep(run, (values, args))
+
+    def capture(self, function: Callable[[], None]) -> HostGraph:
+        """See `Backend.capture`. Raises RuntimeError for what a capture on a GPU would not survive."""
+        with Recorder() as recorder:
+            self._capturing.recorder = recorder
+            try:
+                function()
+            finally:
+                self._capturing.recorder = None
+        return recorder.graph()
 
     def _convert(self, arg: Argument) -> tuple[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float, str]:
         if isinstance(arg, Tensor):

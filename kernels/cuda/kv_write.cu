@@ -111,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(128)
     if (index >= heads) return;
     const bool is_query = index < query_heads, is_value = index >= query_heads + kv_heads;
     const int position = positions[row];
+    if (position < 0) return;  // a row of padding
 
     Head head = load_head(qkv, (i64(row) * heads + index) * HEAD_DIM);
     if (QK_NORM && !is_value) normalise(head, is_query ? q_weight : k_weight, eps);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from deepinfer.kernels.cuda.source import KernelSource
+from deepinfer.kernels.graphs import Graph
 
 Argument = Tensor | int | float
 """A tensor is passed as the address of its first element, an int as int32, a float as fp32."""
@@ -28,6 +30,15 @@ class Backend(Protocol):
         """Run `kernel` after everything that was launched before it.
 
         Raises ValueError for a tensor that lies on another device or is not contiguous.
+        """
+        ...
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        """What `function` does on the device, to be done again and again without Python. Nothing of it is done now.
+
+        `function` has run before, so that everything is compiled. It may launch kernels and call torch on device
+        tensors; it must neither wait for the device nor copy between host and device. Launches are replayed with the
+        addresses and numbers of now. Who captures keeps the tensors alive that `function` uses and leaves.
         """
         ...
 

@@ -39,6 +39,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int thread = threadIdx.x;
     const i64 head = i64(blockIdx.y) * gridDim.x + blockIdx.x;
     const int visible = visible_tokens(positions[blockIdx.y], window), size = partition_tokens(visible);
+    if (visible == 0) {  // a row of padding
+        for (int dim = thread; dim < HEAD_DIM; dim += THREADS)
+            store_activation<OUT_KIND>(out, head * HEAD_DIM + dim, 0.0f);
+        return;
+    }
     const int partitions = (visible + size - 1) / size;
     const float* const softmax = partial_softmax + head * max_partitions * 2;
 

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.attention import AttentionSpec, PagedAttention
+from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.cuda.elementwise import CudaElementwise
 from deepinfer.kernels.cuda.launcher import Backend
 from deepinfer.kernels.cuda.linear import CudaTiledDenseLinear, CudaW4A16Linear, CudaW8A16Linear
 from deepinfer.kernels.cuda.paged_attention import CudaAttention
+from deepinfer.kernels.cuda.step_capture import CudaStepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import Linear
 
@@ -86,8 +87,11 @@ class CudaOps(CudaElementwise):
         cos: Tensor,
         sin: Tensor,
         batch_invariant: bool,
-    ) -> PagedAttention:
+    ) -> CudaAttention:
         """The kernels are batch-invariant by construction."""
         if backend != "auto":
             raise ValueError(f"attention {backend!r} runs on the CPU only; on this device there is auto")
         return CudaAttention(self._backend, spec, layout, pool, cos.to(self.device), sin.to(self.device))
+
+    def step_capture(self, attention: CudaAttention) -> CudaStepCapture:
+        return CudaStepCapture(self._backend, attention)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.attention_batch import AttentionBatch
-from deepinfer.kernels.cuda.decode_plan import MAX_CONTEXT, MERGE_SHARED_BYTES, THREADS, DecodePlan, num_partitions
+from deepinfer.kernels.cuda.attention_rows import AttentionRows, make_rows
+from deepinfer.kernels.cuda.decode_plan import (
+    MAX_CONTEXT,
+    MERGE_SHARED_BYTES,
+    THREADS,
+    DecodePlan,
+    most_partitions,
+    num_partitions,
+)
 from deepinfer.kernels.cuda.launcher import Backend
 from deepinfer.kernels.kv_formats import BlockLayout
 
@@ -31,21 +39,6 @@ class _Kernels:
         """By whether the layer's keys lack their bias: the kernel and its shared memory."""
 
 
-@dataclass
-class _Workspace:
-    """What one batch needs on the device, made for its first layer and kept for the others."""
-
-    positions: Tensor
-    row_seq: Tensor
-    block_tables: Tensor
-    nonfinite_rows: Tensor
-    queries: Tensor
-    partial_sums: Tensor
-    partial_softmax: Tensor
-    max_partitions: dict[int, int]
-    """By window."""
-
-
 class CudaAttention:
     """See `PagedAttention`.
 
@@ -61,7 +54,7 @@ class CudaAttention:
         group = spec.num_q_heads // spec.num_kv_heads
         self.plan = DecodePlan(layout.k, layout.v, spec.head_dim, group, layout.block_size)
         self.name = f"{self.plan.decode_source().name} ({backend.name})"
-        self._backend, self._spec, self._layout = backend, spec, layout
+        self.spec, self._backend, self._layout = spec, backend, layout
         self._pool, self._cos, self._sin = pool, cos, sin
         self._counters = torch.zeros(spec.num_layers, 2, dtype=torch.int32, device=backend.device)
         self._norms = [
@@ -87,22 +80,33 @@ class CudaAttention:
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`; fp16 activations too. `qkv` and `out` are on the back end's device.
 
-        `batch.nonfinite_rows` is brought up to date by the last layer, which waits for the device.
+        A batch that comes without device buffers gets them here; one that has them can be captured in a graph.
         """
         self._check_rows(qkv, batch, out)
         if batch.num_rows == 0:
             return
         if batch.workspace is None:
             batch.workspace = self._prepare(batch)
-        workspace: _Workspace = batch.workspace
+            batch.device_flags = batch.workspace.nonfinite_rows
+        workspace: AttentionRows = batch.workspace
         kernels = self._kernels_for(qkv.dtype)
         self._write(kernels.write, layer, qkv, workspace)
         self._attend(kernels, layer, out, workspace)
-        if layer == self._spec.num_layers - 1:
-            batch.nonfinite_rows |= workspace.nonfinite_rows.cpu().numpy().astype(bool)
+
+    def check(self, batch: AttentionBatch) -> None:
+        """Raises ValueError if a row would read or write outside its block table, the pool, or the RoPE tables."""
+        batch.check(self._layout.block_size, len(self._pool), min(len(self._cos), MAX_CONTEXT))
+
+    def blocks_of(self, context: int) -> int:
+        """Blocks that hold `context` tokens."""
+        return -(-context // self._layout.block_size)
+
+    def widest_partitions(self, context: int) -> dict[int, int]:
+        """By window, the most partitions that any context of up to `context` tokens is cut into."""
+        return {window: most_partitions(min(context, window or context)) for window in set(self.spec.windows)}
 
     def _check_rows(self, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
-        spec, rows = self._spec, batch.num_rows
+        spec, rows = self.spec, batch.num_rows
         want = (
             (rows, (spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim),
             (rows, spec.num_q_heads * spec.head_dim),
@@ -111,24 +115,21 @@ class CudaAttention:
             got = f"{qkv.dtype} {tuple(qkv.shape)} and {out.dtype} {tuple(out.shape)}"
             raise ValueError(f"qkv and out must be of one type and {want[0]} and {want[1]}, not {got}")
 
-    def _prepare(self, batch: AttentionBatch) -> _Workspace:
-        spec, device = self._spec, self._backend.device
-        batch.check(self._layout.block_size, len(self._pool), min(len(self._cos), MAX_CONTEXT))
+    def _prepare(self, batch: AttentionBatch) -> AttentionRows:
+        spec, device = self.spec, self._backend.device
+        self.check(batch)
         context = batch.positions.astype(np.int64) + 1
         partitions = {
             window: int(num_partitions(np.minimum(context, window) if window else context).max())
             for window in set(spec.windows)
         }
-        rows, heads, most = batch.num_rows, spec.num_q_heads, max(partitions.values())
-        return _Workspace(
-            positions=torch.from_numpy(batch.positions).to(device),
-            row_seq=torch.from_numpy(batch.row_seq).to(device),
-            block_tables=torch.from_numpy(batch.block_tables).to(device),
-            nonfinite_rows=torch.zeros(rows, dtype=torch.uint8, device=device),
-            queries=torch.empty(rows, heads, spec.head_dim, device=device),
-            partial_sums=torch.empty(rows, heads, most, spec.head_dim, device=device),
-            partial_softmax=torch.empty(rows, heads, most, 2, device=device),
-            max_partitions=partitions,
+        return make_rows(
+            spec,
+            torch.from_numpy(batch.positions).to(device),
+            torch.from_numpy(batch.row_seq).to(device),
+            torch.from_numpy(batch.block_tables).to(device),
+            torch.zeros(batch.num_rows, dtype=torch.uint8, device=device),
+            partitions,
         )
 
     def _kernels_for(self, dtype: torch.dtype) -> _Kernels:
@@ -136,11 +137,11 @@ class CudaAttention:
             if dtype not in _ACTIVATION_KINDS:
                 raise ValueError(f"activations of {dtype}: CUDA kernels take fp32, bf16 and fp16")
             kind = _ACTIVATION_KINDS[dtype]
-            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self._spec)
+            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self.spec)
         return self._kernels[dtype]
 
-    def _write(self, kernel: Any, layer: int, qkv: Tensor, workspace: _Workspace) -> None:
-        spec = self._spec
+    def _write(self, kernel: Any, layer: int, qkv: Tensor, workspace: AttentionRows) -> None:
+        spec = self.spec
         heads = spec.num_q_heads + 2 * spec.num_kv_heads
         self._backend.launch(
             kernel,
@@ -161,8 +162,8 @@ class CudaAttention:
             float(spec.rms_norm_eps),
         )
 
-    def _attend(self, kernels: _Kernels, layer: int, out: Tensor, workspace: _Workspace) -> None:
-        spec, window, rows = self._spec, self._spec.windows[layer], len(workspace.positions)
+    def _attend(self, kernels: _Kernels, layer: int, out: Tensor, workspace: AttentionRows) -> None:
+        spec, window, rows = self.spec, self.spec.windows[layer], len(workspace.positions)
         partitions = workspace.max_partitions[window]
         partials = workspace.partial_sums, workspace.partial_softmax
         bias = self._key_biases[layer]
@@ -194,7 +195,7 @@ class CudaAttention:
             partitions,
         )
 
-    def _places(self, layer: int, workspace: _Workspace) -> tuple[Tensor | int, ...]:
+    def _places(self, layer: int, workspace: AttentionRows) -> tuple[Tensor | int, ...]:
         """Where the rows' blocks are and where `layer` lies in a block: the kernels' common parameters."""
         offsets = self._layout.layer_offsets(layer)
         tables = workspace.block_tables, workspace.positions, workspace.row_seq

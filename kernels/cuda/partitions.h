@@ -4,7 +4,7 @@
 
 #define LARGEST_PARTITION 512
 
-// Visible tokens of a row: all up to its position, or the last `window` of them.
+// Visible tokens of a row: all up to its position, or the last `window` of them. None for padding, whose position is -1.
 __device__ __forceinline__ int visible_tokens(int position, int window) {
     const int context = position + 1;
     return window && window < context ? window : context;

@@ -8,6 +8,7 @@ import torch
 
 from deepinfer.kernels.attention import AttentionBatch, PagedAttention
 from deepinfer.stages.model.model import Model
+from deepinfer.stages.model.step_graphs import StepGraphs
 
 
 class ForwardBatch(NamedTuple):
@@ -26,42 +27,55 @@ class _Buffers(NamedTuple):
 
 
 class Executor:
-    """The residual stream is float32; everything else is in the model's compute dtype."""
+    """The residual stream is float32; everything else is in the model's compute dtype.
 
-    def __init__(self, model: Model, attention: PagedAttention):
-        self._model, self.attention = model, attention
+    With `graphs`, decode steps are captured and replayed; everything else is computed as it comes.
+    """
+
+    def __init__(self, model: Model, attention: PagedAttention, graphs: StepGraphs | None = None):
+        self._model, self.attention, self.graphs = model, attention, graphs
         self._buffers: dict[int, _Buffers] = {}
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """float32 logits [R, vocab] on the model's device, owned by the caller. K and V of all N rows are in the pool
-        afterwards.
+        """float32 logits [R, vocab] on the model's device, valid until the next call. K and V of all N rows are in the
+        pool afterwards.
 
         `batch.attention.nonfinite_rows` (bool [N]) then marks rows whose K or V was NaN or infinite: their
         requests must end. The pool holds zeros in those places, so nobody else is touched. Non-finite
         logits are the sampler's to report.
         """
+        wanted = batch.logits_rows
+        if self.graphs is not None and self.graphs.takes(batch.attention, len(wanted)):
+            return self.graphs.run(batch.token_ids, batch.attention, self._compute)
+        device = self._model.ops.device
+        return self._compute(batch.token_ids.to(device), batch.attention, wanted.to(device))
+
+    def _compute(
+        self, token_ids: torch.Tensor, attention: AttentionBatch, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits of the rows `wanted`, or of all. Tensors are on the device. If `attention` has its device buffers,
+        nothing here waits for the device or copies to or from the host, so that it can be captured."""
         model, ops, eps = self._model, self._model.ops, self._model.config.rms_norm_eps
-        rows = batch.token_ids.shape[0]
-        normed, attended, activated = self._buffers_for(rows)
-        residual = model.embedding(batch.token_ids.to(ops.device))
+        normed, attended, activated = self._buffers_for(token_ids.shape[0])
+        residual = model.embedding(token_ids)
         ops.rms_norm(residual, model.layers[0].input_norm, eps, normed)
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):
-            self.attention.forward(index, layer.qkv(normed), batch.attention, attended)
+            self.attention.forward(index, layer.qkv(normed), attention, attended)
             ops.add_rms_norm(residual, layer.o(attended), layer.post_attention_norm, eps, normed)
             ops.silu_mul(layer.gate_up(normed), activated)
             delta = layer.down(activated)
             if index < last:
                 ops.add_rms_norm(residual, delta, model.layers[index + 1].input_norm, eps, normed)
-        return self._logits(residual, delta, batch.logits_rows)
+        return self._logits(residual, delta, wanted)
 
-    def _logits(self, residual: torch.Tensor, delta: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        if wanted.shape[0] == 0:
-            return torch.empty(0, self._model.config.vocab_size)
+    def _logits(self, residual: torch.Tensor, delta: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
         ops = self._model.ops
-        wanted = wanted.to(ops.device)
-        residual, delta = residual[wanted], delta[wanted]
+        if wanted is not None:
+            if wanted.shape[0] == 0:
+                return torch.empty(0, self._model.config.vocab_size)
+            residual, delta = residual[wanted], delta[wanted]
         normed = torch.empty_like(delta)
         ops.add_rms_norm(residual, delta, self._model.final_norm, self._model.config.rms_norm_eps, normed)
         return self._model.head(normed)

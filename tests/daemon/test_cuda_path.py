@@ -34,6 +34,22 @@ def test_prefill_and_decode_on_the_cuda_path_are_token_for_token_those_of_the_cp
     assert "host-emulation" in engine["attention"]
 
 
+def test_decode_steps_are_replayed_from_graphs_and_say_the_same_without_them(wide_path):
+    plain, off = answers(wide_path, "host-emulation", cuda_graphs=False)
+    with Engine(wide_path, device="host-emulation", num_blocks=24, prefill_chunk_tokens=7) as engine:
+        results = [stream.result() for stream in [engine.generate(prompt, **FIELDS) for prompt in PROMPTS]]
+        status = engine.status()
+    assert [result.ids for result in results] == plain
+    assert (status["engine"]["cuda_graphs"], off["cuda_graphs"]) == (True, False)
+    assert status["counters"]["cuda_graph_replays_total"] > 0
+    assert status["counters"]["cuda_graphs_captured_total"] > 0
+
+
+def test_the_cpu_has_no_graphs_and_says_so(tiny_path):
+    with Engine(tiny_path, num_blocks=24, device="cpu") as engine:
+        assert engine.status()["engine"]["cuda_graphs"] is False
+
+
 def test_a_swap_on_the_cuda_path_changes_nothing(wide_path):
     expected, _ = answers(wide_path, "host-emulation", kv_cache_dtype="int8")
     with Engine(wide_path, device="host-emulation", kv_cache_dtype="int8", num_blocks=4, residency_quantum=1) as engine:

@@ -32,6 +32,22 @@ def test_greedy_tokens_of_a_tiny_model_are_those_of_the_cpu_path(tmp_path, kv_fo
     assert answer("cuda") == answer("cpu")
 
 
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_graphs_on_equals_graphs_off(smollm2_path, kv_format):
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
+
+    def answers(cuda_graphs: bool) -> list[tuple[int, ...]]:
+        settings = {"num_blocks": 128, "kv_cache_dtype": kv_format, "batch_invariant": True, "dtype": "bf16"}
+        with Engine(smollm2_path, device="cuda", cuda_graphs=cuda_graphs, **settings) as engine:
+            streams = [engine.generate(prompt, max_new_tokens=100, ignore_eos=True) for prompt in prompts]
+            answer = [stream.result().ids for stream in streams]
+            replays = engine.status()["counters"]["cuda_graph_replays_total"]
+            assert (replays > 0) == cuda_graphs
+            return answer
+
+    assert answers(True) == answers(False)
+
+
 def test_the_real_model_answers_on_the_card(smollm2_path):
     with Engine(smollm2_path, device="cuda", num_blocks=64, kv_cache_dtype="fp8") as engine:
         answer = engine.client.chat([{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=20)

@@ -1,0 +1,84 @@
+"""Decode steps as captured graphs: one for each bucket of rows and of context, captured when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from deepinfer.kernels.attention import AttentionBatch
+from deepinfer.kernels.graphs import Graph, StepBuffers, StepCapture
+
+SMALLEST_CONTEXT = 512
+"""Tokens of the first bucket of contexts; each further one is twice as large."""
+
+Compute = Callable[[torch.Tensor, AttentionBatch], torch.Tensor]
+"""(token ids int32 [N] on the device, the rows) -> logits [N, vocab]. Never waits for the device."""
+
+
+class _Step(NamedTuple):
+    buffers: StepBuffers
+    logits: torch.Tensor
+    graph: Graph
+
+
+class StepGraphs:
+    """Owned by one executor, and used by one thread at a time.
+
+    Args:
+        capture: what the device offers.
+        max_rows, max_context: the limits of the engine, which are the last buckets.
+    """
+
+    def __init__(
+        self, capture: StepCapture, max_rows: int, max_context: int, smallest_context: int = SMALLEST_CONTEXT
+    ) -> None:
+        self._capture = capture
+        self._max_rows, self._max_context, self._smallest_context = max_rows, max_context, smallest_context
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self.replays = 0
+
+    @property
+    def captured(self) -> list[tuple[int, int]]:
+        """(rows, context) of every graph."""
+        return sorted(self._steps)
+
+    def takes(self, batch: AttentionBatch, num_logits: int) -> bool:
+        """Whether this is a decode step within the limits: one row for each sequence, and the logits of all."""
+        rows = batch.num_rows
+        if not 0 < rows == num_logits == len(batch.block_tables) or rows > self._max_rows:
+            return False
+        return int(batch.positions.max()) < self._max_context
+
+    def run(self, token_ids: torch.Tensor, batch: AttentionBatch, compute: Compute) -> torch.Tensor:
+        """Logits [N, vocab] of a step that `takes` said yes to; theirs until the next step.
+
+        The first step of a bucket is computed as it is, which compiles whatever is missing, and captured after that.
+        """
+        key = self._bucket(batch)
+        step = self._steps.get(key)
+        buffers = self._capture.buffers(*key) if step is None else step.buffers
+        buffers.fill(token_ids, batch)
+        if step is None:
+            logits = compute(buffers.token_ids, buffers.attention)
+            self._steps[key] = self._captured(buffers, compute)
+        else:
+            step.graph.replay()
+            self.replays += 1
+            logits = step.logits
+        flags = buffers.attention.device_flags
+        batch.device_flags = None if flags is None else flags[: batch.num_rows]
+        return logits[: batch.num_rows]
+
+    def _captured(self, buffers: StepBuffers, compute: Compute) -> _Step:
+        made: list[torch.Tensor] = []
+        graph = self._capture.capture(lambda: made.append(compute(buffers.token_ids, buffers.attention)))
+        return _Step(buffers, made[0], graph)
+
+    def _bucket(self, batch: AttentionBatch) -> tuple[int, int]:
+        rows = 1 << (batch.num_rows - 1).bit_length()
+        context = self._smallest_context
+        while context <= int(batch.positions.max()):
+            context *= 2
+        return min(rows, self._max_rows), min(context, self._max_context)
