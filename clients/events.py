@@ -43,7 +43,9 @@ class Token(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted(Event):
-    """The request gave its memory to others; it pauses, and nothing of it is lost."""
+    """It pauses, and nothing of it is lost. `reason` is empty when it gave its memory to others, or engine_restart."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

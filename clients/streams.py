@@ -133,7 +133,7 @@ class StreamState:
     def _read_preempted(self, raw: Mapping[str, Any]) -> Event:
         self._paused = True
         self._preemptions += 1
-        return Preempted(seq=raw["seq"])
+        return Preempted(seq=raw["seq"], reason=raw.get("reason", ""))
 
     def _read_resumed(self, raw: Mapping[str, Any]) -> Event:
         self._paused = False

@@ -117,6 +117,10 @@ class DaemonConfig(EngineConfig):
         aliases=("--max-queued-requests",),
     )
     start_timeout_s: int = setting(600, "Seconds that the engine may take to become ready.", low=1)
+    max_restarts: int = setting(
+        3, "Engine restarts in a row, without a token in between, after which the daemon gives up. 0 is never.", low=0
+    )
+    restart_window_s: int = setting(60, "Seconds that an engine must have been ready to end such a row.", low=0)
     drain_s: int = setting(30, "Seconds that running requests get to finish after SIGTERM.", low=0)
 
     def check(self) -> None:

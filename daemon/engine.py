@@ -17,6 +17,7 @@ from deepinfer.daemon.engine_host import EngineHost, Progress, Vocabulary
 from deepinfer.daemon.topology import one_process
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.engine_port import EngineAddresses
 from deepinfer.stages.messages import Drain, EngineReady, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.offload import CopyRows, copy_rows
@@ -57,8 +58,8 @@ class Engine:
         self.board = StatusBoard({"mode": "in-process"})
         self.admission = AdmissionStage(
             self.context,
-            self.topology.admission,
-            self.topology.outboxes("decode"),
+            self.topology.front,
+            EngineAddresses(self.topology.admission, self.topology.decode),
             self.topology.clients,
             tokenizer,
             config.model,
@@ -72,7 +73,7 @@ class Engine:
             self.admission.start()
             vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids)
             self.host.start(self.context, self.topology, vocabulary, copy)
-            self._outbox.connect(self.topology.admission)
+            self._outbox.connect(self.topology.front)
             self._outbox.send(encode(EngineReady(summary=self.host.summary())))
             self._wait_ready()
             self.client = Client(self.topology.clients, context=self.context)

@@ -16,24 +16,24 @@ from deepinfer.daemon.config import DaemonConfig
 from deepinfer.daemon.control import ControlStage
 from deepinfer.daemon.display import StartDisplay
 from deepinfer.daemon.runtime_folder import AlreadyRunning, FileLock, RuntimeFolder
-from deepinfer.daemon.supervisor import EngineProcess
+from deepinfer.daemon.supervisor import Supervisor
 from deepinfer.daemon.topology import Topology
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
-from deepinfer.stages.messages import Drain, EngineFailed, Message, encode
+from deepinfer.stages.engine_port import EngineAddresses
+from deepinfer.stages.messages import Drain, Message, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.protocol import PROTOCOL_VERSION, Limits
 from deepinfer.stages.stage import Stage
 
 POLL_SECONDS = 0.1
-LAST_WORDS_SECONDS = (0.5, 10.0)
-"""How long the messages of a dead engine may take to be read: after a crash, after an orderly end."""
 CUT_SECONDS = 10.0
 EXIT_OK, EXIT_ENGINE_FAILED, EXIT_CONFIG = 0, 1, 78
 
 
 class Front:
-    """`run` returns the exit code of `start`: 0 after a stop, 1 when the engine died, 78 for a bad setting.
+    """`run` returns the exit code of `start`: 0 after a stop, 1 when no engine could be kept alive, 78 for a bad
+    setting.
 
     The first SIGTERM or SIGINT drains, the second one cuts.
     """
@@ -50,7 +50,6 @@ class Front:
         self._endpoint_lock = self._lock_endpoint()
         self._told_cut = False
         self._deadline: float | None = None
-        self._died_at: float | None = None
 
     def _lock_endpoint(self) -> FileLock | None:
         """An ipc endpoint outside the runtime folder has a lock of its own: a second bind would steal its clients."""
@@ -65,7 +64,7 @@ class Front:
     def run(self) -> int:
         """Raises ModelError, EndpointError or ConfigError for what the user can mend."""
         began = time.monotonic()
-        engine: EngineProcess | None = None
+        supervisor: Supervisor | None = None
         stages: list[Stage] = []
         self._install_signals()
         self._outbox = self.context.socket(zmq.PUSH)
@@ -74,29 +73,29 @@ class Front:
             path = resolve_model(self.config.model)
             if self._stop_wishes:
                 return EXIT_OK
-            engine = EngineProcess(self.config.engine(), self.topology)
-            self.board.info["engine_pid"] = engine.pid
+            supervisor = Supervisor(self.config, self.folder.path, self.topology, self.board, self._tell_admission)
             tokenizer = load_tokenizer(path)
             stages = [self._admission(tokenizer), self._control()]
             for stage in stages:
                 stage.start()
-            self._outbox.connect(self.topology.admission)
-            engine.send_vocabulary(tokenizer.vocab_size, tokenizer.eos_token_ids)
-            return self._watch(engine, began)
+            self._outbox.connect(self.topology.front)
+            supervisor.introduce(tokenizer.vocab_size, tokenizer.eos_token_ids)
+            return self._watch(supervisor, began)
         finally:
-            self._end(engine, stages)
+            self._end(supervisor, stages)
 
     def _admission(self, tokenizer: Any) -> AdmissionStage:
         return AdmissionStage(
             self.context,
-            self.topology.admission,
-            self.topology.outboxes("decode"),
+            self.topology.front,
+            EngineAddresses(self.topology.admission, self.topology.decode),
             self.topology.clients,
             tokenizer,
             self.config.model,
             Limits(),
             self.board,
             self.config.max_queue,
+            supervised=True,
         )
 
     def _control(self) -> ControlStage:
@@ -111,18 +110,16 @@ class Front:
 
     # --- the watch --------------------------------------------------------------------------------------------
 
-    def _watch(self, engine: EngineProcess, began: float) -> int:
+    def _watch(self, supervisor: Supervisor, began: float) -> int:
         announced = False
-        start_by = began + self.config.start_timeout_s
         while True:
             self.board.changed.wait(POLL_SECONDS)
             self.board.changed.clear()
-            self._notice_death(engine)
+            supervisor.cut = self._told_cut
+            supervisor.look()
             phase = self.board.phase
             if phase == "loading":
                 self.display.progress(*self.board.progress)
-                if time.monotonic() > start_by:
-                    self.board.fail(f"the engine was not ready after {self.config.start_timeout_s} s")
             elif phase == "ready" and not announced:
                 announced = True
                 self.board.info["ready_seconds"] = round(time.monotonic() - began, 2)
@@ -136,21 +133,6 @@ class Front:
                 code = self._stop()
                 if code is not None:
                     return code
-
-    def _notice_death(self, engine: EngineProcess) -> None:
-        """Its last words may still be on their way to admission, which may be busy, and say more than an exit code;
-        after an orderly end they are the ends of streams, so they get more time then."""
-        code = engine.ended()
-        if code is None or self.board.over:
-            return
-        now = time.monotonic()
-        if self._died_at is None:
-            self._died_at = now
-        patience = LAST_WORDS_SECONDS[code == 0]
-        if now > self._died_at + 2 * patience:
-            self.board.fail(engine.death())
-        elif now > self._died_at + patience:
-            self._tell_admission(EngineFailed(error=engine.death()))
 
     def _announce(self) -> None:
         connection = {
@@ -206,7 +188,7 @@ class Front:
     def _tell_admission(self, message: Message) -> None:
         self._outbox.send(encode(message))
 
-    def _end(self, engine: EngineProcess | None, stages: list[Stage]) -> None:
+    def _end(self, supervisor: Supervisor | None, stages: list[Stage]) -> None:
         """Nothing is left behind: processes, threads, sockets, files. Each step is taken whatever the others did."""
         with ExitStack() as steps:
             steps.callback(self.folder.release)
@@ -216,8 +198,8 @@ class Front:
             steps.callback(self._outbox.close)
             for stage in stages:
                 steps.callback(stage.stop, CUT_SECONDS)
-            if engine is not None:
-                steps.callback(engine.end)
+            if supervisor is not None:
+                steps.callback(supervisor.end)
 
 
 def runtime_path(folder: Path | None) -> Path:

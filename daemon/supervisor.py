@@ -1,64 +1,136 @@
-"""Starts the engine process and knows whether it is alive."""
+"""Keeps an engine process running: starts it, notices its death, starts another one, and knows when to give up."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterable
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from deepinfer.daemon.config import EngineConfig
-from deepinfer.daemon.engine_process import start_line, vocabulary_line
-from deepinfer.daemon.topology import Topology
+from deepinfer.daemon.child import EngineProcess
+from deepinfer.daemon.config import DaemonConfig, EngineConfig
+from deepinfer.daemon.topology import Topology, two_processes
+from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.messages import EngineDied, Message
 
-KILL_AFTER_SECONDS = 5.0
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = (0.5, 10.0)
+"""How long the messages of a dead engine may take to be read: after a crash, after an orderly end."""
+GIVE_UP_SECONDS = 10.0
+"""How long admission may take to end every stream when no engine comes any more."""
 
 
-class EngineProcess:
-    """In a session of its own, so that a Ctrl-C meant for the front does not reach it. Its standard input is the
-    tether: when the front dies, for whatever reason, the engine reads the end of it and exits."""
+class RestartBudget:
+    """`limit` restarts in a row. A row ends when an engine has produced a token, or has been ready for `window_s`."""
 
-    def __init__(self, config: EngineConfig, topology: Topology) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "deepinfer.daemon.engine_process"],
-            stdin=subprocess.PIPE,
-            bufsize=0,
-            stdout=sys.stderr,
-            start_new_session=True,
-        )
-        self._write(start_line(config, topology))
+    def __init__(self, limit: int, window_s: float) -> None:
+        self._limit = limit
+        self._window_s = window_s
+        self._tokens = 0
+        self.in_a_row = 0
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def allow(self, tokens: int, ready_s: float) -> bool:
+        """An engine has died. `tokens`: produced by all engines so far; `ready_s`: how long this one was ready."""
+        if tokens > self._tokens or ready_s > self._window_s:
+            self.in_a_row = 0
+        self._tokens = tokens
+        self.in_a_row += 1
+        return self.in_a_row <= self._limit
 
-    def send_vocabulary(self, num_valid_tokens: int, eos_token_ids: Iterable[int]) -> None:
-        self._write(vocabulary_line(num_valid_tokens, eos_token_ids))
 
-    def ended(self) -> int | None:
-        """Its exit code, or None while it lives."""
-        return self._process.poll()
+class Supervisor:
+    """Owned by the front's main thread, which calls `look` several times a second. `tell` sends to admission."""
 
-    def death(self) -> str:
-        """How it ended, in words."""
-        code = self._process.wait()
-        if code < 0:
-            return f"the engine process was killed by {signal.Signals(-code).name}"
-        return f"the engine process ended with exit code {code}"
+    def __init__(
+        self,
+        config: DaemonConfig,
+        folder: Path,
+        topology: Topology,
+        board: StatusBoard,
+        tell: Callable[[Message], None],
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._topology = topology
+        self._board = board
+        self._tell = tell
+        self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
+        self._vocabulary: tuple[int, tuple[int, ...]] | None = None
+        self._generation = 0
+        self._ready_at: float | None = None
+        self._died_at: float | None = None
+        self._told_end = False
+        self.cut = False
+        """Running requests are being cut: an engine that dies now is not replaced."""
+        self._start(config.engine())
+
+    def introduce(self, num_valid_tokens: int, eos_token_ids: Iterable[int]) -> None:
+        """Tell the engine, and every one after it, of the vocabulary."""
+        self._vocabulary = (num_valid_tokens, tuple(eos_token_ids))
+        self._process.send_vocabulary(*self._vocabulary)
+
+    def look(self) -> None:
+        now = time.monotonic()
+        phase = self._board.phase
+        if phase in ("ready", "draining") and self._ready_at is None:
+            self._ready_at = now
+        code = self._process.ended()
+        if code is not None and not self._board.over:
+            self._notice_death(code, now)
+        elif phase == "loading" and now > self._start_by:
+            self._board.fail(f"the engine was not ready after {self._config.start_timeout_s} s")
+        elif phase == "restarting" and now > self._start_by:
+            logger.error("the engine was not ready after %d s and is killed", self._config.start_timeout_s)
+            self._process.kill()
 
     def end(self) -> None:
-        """Make sure that it is gone: first by cutting the tether, then by force."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(KILL_AFTER_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """The engine is gone when this returns, by force if it must be."""
+        self._process.end()
 
-    def _write(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # It died already; `death` says how.
-            if self._process.stdin is not None:
-                self._process.stdin.write(line)
+    def _start(self, config: EngineConfig) -> None:
+        self._ready_at = self._died_at = None
+        self._start_by = time.monotonic() + self._config.start_timeout_s
+        self._process = EngineProcess(config, self._topology)
+        self._board.info["engine_pid"] = self._process.pid
+        if self._vocabulary is not None:
+            self._process.send_vocabulary(*self._vocabulary)
+
+    def _notice_death(self, code: int, now: float) -> None:
+        """A death while the first engine loads, an orderly end and the end of our patience are final. Then the last
+        words may still be on their way to admission, which may be busy, and say more than an exit code; after an
+        orderly end they are the ends of streams, so they get more time then."""
+        if self._died_at is None:
+            self._died_at = now
+            if code != 0 and self._may_restart(now):
+                self._restart()
+                return
+        patience = LAST_WORDS_SECONDS[code == 0]
+        if not self._told_end and now > self._died_at + patience:
+            self._told_end = True
+            self._tell(EngineDied(error=self._process.death()))
+        elif now > self._died_at + patience + GIVE_UP_SECONDS:
+            self._board.fail(self._process.death())
+
+    def _may_restart(self, now: float) -> bool:
+        if self._board.phase == "loading" or self.cut:
+            return False
+        ready_s = 0.0 if self._ready_at is None else now - self._ready_at
+        allowed = self._budget.allow(self._board.tokens, ready_s)
+        if not allowed:
+            logger.error("%d engines died in a row; no other is started", self._budget.in_a_row)
+        return allowed
+
+    def _restart(self) -> None:
+        """With the pool of the first engine: every request that was accepted fits into that one."""
+        error = self._process.death()
+        self._process.end()
+        logger.warning("%s; a new one is started (%d in a row)", error, self._budget.in_a_row)
+        for address in (self._topology.admission, self._topology.decode):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._generation += 1
+        self._topology = two_processes(self._folder, self._config.endpoint, self._generation)
+        num_blocks = self._board.summary["num_blocks"]
+        self._start(dataclasses.replace(self._config.engine(), num_blocks=num_blocks, max_cache=None))
+        self._tell(EngineDied(error=error, admission=self._topology.admission, decode=self._topology.decode))

@@ -22,14 +22,19 @@ class Topology:
     |------------|--------------------|-----------|----------------------------|
     | clients    | ROUTER             | admission | clients                    |
     | control    | ROUTER             | control   | the CLI                    |
+    | front      | PULL               | admission | the front's main thread    |
     | admission  | PULL               | admission | decode, engine host        |
     | decode     | PULL               | decode    | admission, prefill, offload |
     | prefill    | PULL               | prefill   | decode                     |
     | offload    | PULL               | offload   | decode                     |
+
+    `admission` and `decode` are those of one engine process. The next one gets others, so nothing that a dead engine
+    sent is ever taken for a message of the one that lives, and nothing meant for the dead one reaches the other.
     """
 
     clients: str
     control: str
+    front: str
     admission: str
     decode: str
     prefill: str
@@ -39,8 +44,9 @@ class Topology:
         return {stage: getattr(self, stage) for stage in stages}
 
 
-def two_processes(folder: Path, clients: str | None = None) -> Topology:
-    """ipc between the front and the engine, inproc inside the engine. `folder` is private to this daemon.
+def two_processes(folder: Path, clients: str | None = None, generation: int = 0) -> Topology:
+    """ipc between the front and the engine, inproc inside the engine. `folder` is private to this daemon; `generation`
+    counts its engines.
 
     Raises ConfigError when a socket path would be too long.
     """
@@ -57,8 +63,9 @@ def two_processes(folder: Path, clients: str | None = None) -> Topology:
     return Topology(
         clients=clients or ipc("clients"),
         control=ipc("control"),
-        admission=ipc("admission"),
-        decode=ipc("decode"),
+        front=ipc("front"),
+        admission=ipc(f"admission-{generation:05d}"),
+        decode=ipc(f"decode-{generation:05d}"),
         prefill="inproc://prefill",
         offload="inproc://offload",
     )
@@ -67,5 +74,5 @@ def two_processes(folder: Path, clients: str | None = None) -> Topology:
 def one_process() -> Topology:
     """Everything over inproc, in one zmq context: tests and the in-process engine. Each call gives fresh names."""
     serial = next(_serial)
-    names = ("clients", "control", "admission", "decode", "prefill", "offload")
+    names = ("clients", "control", "front", "admission", "decode", "prefill", "offload")
     return Topology(*(f"inproc://{name}-{serial}" for name in names))

@@ -18,6 +18,7 @@ import zmq
 from deepinfer.stages import client_port, messages
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.engine_port import EngineAddresses, EnginePort
 from deepinfer.stages.intake import Capacity, Intake
 from deepinfer.stages.live import LiveRequest, Route
 from deepinfer.stages.model import Tokenizer
@@ -66,15 +67,20 @@ class AdmissionStage(Stage):
         self,
         context: zmq.Context,
         inbox: str,
-        outboxes: Mapping[str, str],
+        engine: EngineAddresses,
         clients: str,
         tokenizer: Tokenizer,
         model: str,
         limits: Limits,
         board: StatusBoard,
         max_queue: int,
+        supervised: bool = False,
     ) -> None:
-        super().__init__(context, inbox, outboxes)
+        """`supervised`: a new engine is started when this one dies, or `EngineDied` says that there will be none."""
+        super().__init__(context, inbox, {})
+        self._engine = EnginePort(self)
+        self._engine_addresses = engine
+        self._supervised = supervised
         self._clients_address = clients
         self._intake = Intake(tokenizer, model)
         self._model = model
@@ -83,6 +89,7 @@ class AdmissionStage(Stage):
         self._max_queue = max_queue
         self._capacity: Capacity | None = None
         self._draining = False
+        self._cut = False
         self._next_rid = 1
         self._live: dict[int, LiveRequest] = {}
         self._by_stream: dict[tuple[bytes, RequestId], int] = {}
@@ -110,10 +117,12 @@ class AdmissionStage(Stage):
         self.on(messages.LoadProgress, self._on_progress)
         self.on(messages.EngineReady, self._on_ready)
         self.on(messages.EngineFailed, self._on_engine_failed)
+        self.on(messages.EngineDied, self._on_engine_died)
         self.on(messages.EngineStopped, self._on_engine_stopped)
         self.on(messages.Drain, self._on_drain)
 
     def opened(self) -> None:
+        self._engine.connect(self._engine_addresses)
         self._clients = self.new_socket(zmq.ROUTER, poll=True)
         client_port.configure(self._clients, self._limits.max_frame_bytes)
         self._peers = Peers(self._clients, self.new_socket(zmq.PAIR, poll=True))
@@ -130,9 +139,7 @@ class AdmissionStage(Stage):
     def closing(self) -> None:
         """Nobody is left without a last event. A client with IMMEDIATE set loses what it has not read when the
         connection breaks, so it gets a moment to read it."""
-        for live in list(self._live.values()):
-            live.fail(ProtocolError("shutting_down", "the daemon has stopped"))
-            self._flush(live)
+        self._end_all(ProtocolError("shutting_down", "the daemon has stopped"))
         if not self._clients_address.startswith("inproc://"):
             time.sleep(GOODBYE_SECONDS)
         self._peers.close()
@@ -151,29 +158,81 @@ class AdmissionStage(Stage):
         self._capacity = Capacity(summary["context"], summary["num_blocks"], summary["block_size"], vocab_size)
         self._board.summary = summary
         self._board.limits = self._limits.to_dict()
-        self._board.set_phase("ready")
+        self._board.set_phase("draining" if self._draining else "ready")
+        self._engine.up = True
+        for live in self._live.values():
+            if not live.over:
+                self._engine.submit(live)
+        if self._draining:
+            self._engine.drain(self._cut)
 
     def _on_snapshot(self, message: messages.Snapshot) -> None:
-        self._board.stats = message.stats
-        self._board.stats_at = monotonic()
+        self._board.engine_says(message.stats)
 
     def _on_engine_failed(self, message: messages.EngineFailed) -> None:
+        """An engine that was ready once can be started again; why the first one did not start, the user must hear."""
+        if self._supervised and self._capacity is not None:
+            self._engine.last_words = message.error
+        else:
+            self._give_up(message.error, message.config_error)
+
+    def _on_engine_died(self, message: messages.EngineDied) -> None:
+        """Everyone goes on from where he was, as soon as there is an engine again."""
+        self._engine.disconnect()
+        error = self._engine.last_words or message.error
+        self._board.engine_died(error)
+        if self._cut:
+            self._end_all(ProtocolError("shutting_down", "the daemon is stopping"))
+        elif not message.admission:
+            self._give_up(error)
+        else:
+            self._engine.connect(EngineAddresses(message.admission, message.decode))
+            self._board.set_phase("restarting")
+            for live in list(self._live.values()):
+                self._bereave(live)
+
+    def _give_up(self, error: str, config_error: bool = False) -> None:
+        """There will be no engine any more."""
         self._capacity = None
-        for live in list(self._live.values()):
-            live.fail(ProtocolError("engine_failed", "the engine died while it worked on this request"))
+        self._end_all(ProtocolError("engine_failed", "the engine died while it worked on this request"))
+        self._board.fail(error, config_error)
+
+    def _bereave(self, live: LiveRequest) -> None:
+        """The engine that had it is dead."""
+        if live.over or not live.submitted:
+            return
+        live.submitted = False
+        if live.cancelled:
+            self._end_early(live, live.cancelled)
+        else:
+            live.preempted("engine_restart")
             self._flush(live)
-        self._board.fail(message.error, message.config_error)
+
+    def _end_all(self, error: ProtocolError) -> None:
+        for live in list(self._live.values()):
+            live.fail(error)
+            self._flush(live)
+
+    def _end_early(self, live: LiveRequest, reason: str) -> None:
+        """The engine will end it; if no engine has it, it ends here."""
+        if not self._engine.cancel(live, reason):
+            live.finish(messages.Finished(rid=live.rid, reason=reason, timings=live.clock.timings()))
+            self._flush(live)
 
     def _on_engine_stopped(self, _: messages.EngineStopped) -> None:
         self._board.set_phase("stopped")
 
     def _on_drain(self, message: messages.Drain) -> None:
         self._draining = True
+        self._cut = self._cut or message.now
         if self._board.phase == "ready":
             self._board.set_phase("draining")
-        self.send("decode", message)
+        self._engine.drain(message.now)
+        if self._cut and not self._engine.up:
+            self._end_all(ProtocolError("shutting_down", "the daemon is stopping"))
 
     def _on_tokens(self, message: messages.Tokens) -> None:
+        self._board.tokens += len(message.items)
         for item in message.items:
             live = self._live.get(item.rid)
             if live is None:
@@ -181,7 +240,7 @@ class AdmissionStage(Stage):
             was_stopped = live.stopped
             live.token(item)
             if live.stopped and not was_stopped:
-                self.send("decode", messages.Cancel(rid=item.rid, reason="stop"))
+                self._engine.cancel(live, "stop")
             self._flush(live)
 
     def _on_parking(self, rid: int, event: Any) -> None:
@@ -239,7 +298,7 @@ class AdmissionStage(Stage):
             self._client_gone(route.identity)
 
     def _models(self, route: Route, op: Models) -> None:
-        entry = {"id": self._model, "ready": self._capacity is not None}
+        entry = {"id": self._model, "ready": self._engine.up}
         if self._capacity is not None:
             entry["context"] = self._capacity.context
         self._reply(route, "models", op.id, {"models": [entry]})
@@ -256,9 +315,9 @@ class AdmissionStage(Stage):
         """Legal at any time and any number of times. The stream answers with its terminal event; the reply says whether
         there was a stream."""
         rid = self._by_stream.get((route.identity, op.id))
-        if rid is not None:
-            self.send("decode", messages.Cancel(rid=rid))
         self._reply(route, "cancel", op.id, {"found": rid is not None})
+        if rid in self._live:
+            self._end_early(self._live[rid], "cancelled")
 
     # --- generate ---------------------------------------------------------------------------------------------
 
@@ -271,12 +330,7 @@ class AdmissionStage(Stage):
         if op.deadline_ms is not None:
             heapq.heappush(self._deadlines, (monotonic() + op.deadline_ms / 1000, live.rid))
             self._prune_deadlines()
-        self.send(
-            "decode",
-            messages.Submit(
-                rid=live.rid, prompt=live.prompt, params=live.params, priority=op.priority, cache_salt=op.cache_salt
-            ),
-        )
+        self._engine.submit(live)
         live.accept()
         self._flush(live)
 
@@ -333,12 +387,12 @@ class AdmissionStage(Stage):
         if waiting > MAX_PENDING_IDS:
             live.drop_pending_tokens()
             live.fail(ProtocolError("slow_consumer", f"{waiting} tokens wait for this client, which does not read"))
-            self.send("decode", messages.Cancel(rid=live.rid))
+            self._engine.cancel(live, "cancelled")
 
     def _client_gone(self, identity: bytes) -> None:
         for live in [live for live in self._live.values() if live.route.identity == identity]:
             if not live.over:
-                self.send("decode", messages.Cancel(rid=live.rid))
+                self._engine.cancel(live, "cancelled")
             self._forget(live)
 
     def _forget(self, live: LiveRequest) -> None:
@@ -367,8 +421,10 @@ class AdmissionStage(Stage):
         while self._deadlines and self._deadlines[0][0] <= now:
             _, rid = heapq.heappop(self._deadlines)
             if rid in self._live:
-                self.send("decode", messages.Cancel(rid=rid, reason="deadline_exceeded"))
+                self._end_early(self._live[rid], "deadline_exceeded")
         self._board.front = {"live": len(self._live), "blocked": len(self._blocked)}
+        if self._draining and not self._engine.up and all(live.over for live in self._live.values()):
+            self._board.set_phase("stopped")
         return False
 
     def poll_timeout_ms(self) -> int:

@@ -18,13 +18,19 @@ class StatusBoard:
     def __init__(self, info: dict[str, Any]) -> None:
         self.info = info
         self.phase = "loading"
-        """loading, ready, draining, failed or stopped."""
+        """loading, ready, restarting, draining, failed or stopped."""
         self.progress: tuple[str, int, int] = ("starting the engine", 0, 0)
         self.summary: dict[str, Any] = {}
         self.limits: dict[str, int] = {}
         self.stats: dict[str, Any] = {}
         self.stats_at = 0.0
         self.front: dict[str, int] = {}
+        self.tokens = 0
+        """Tokens that engines have produced: how the supervisor sees that a restart was worth it."""
+        self.engine_deaths = 0
+        self.last_engine_death = ""
+        self._dead_engines: dict[str, Any] = {}
+        """Totals of engines that are gone."""
         self.error = ""
         self.config_error = False
         self.changed = threading.Event()
@@ -45,6 +51,19 @@ class StatusBoard:
             self.config_error = config_error
         self.set_phase("failed")
 
+    def engine_says(self, stats: dict[str, Any]) -> None:
+        """Totals go on over a restart, as far as the dead engine had told them."""
+        self.stats = {
+            name: value + self._dead_engines.get(name, 0) if _is_total(name) else value for name, value in stats.items()
+        }
+        self.stats_at = monotonic()
+
+    def engine_died(self, error: str) -> None:
+        self.engine_deaths += 1
+        self.last_engine_death = error
+        self._dead_engines = {name: value for name, value in self.stats.items() if _is_total(name)}
+        self.stats = dict(self._dead_engines)
+
     def engine_silence(self) -> float:
         """Seconds since the engine was last heard of; 0 while it need not speak."""
         return monotonic() - self.stats_at if self.stats_at and self.phase in ("ready", "draining") else 0.0
@@ -63,6 +82,8 @@ class StatusBoard:
             "phase": "hung" if silence > HUNG_SECONDS else self.phase,
             "engine_silent_s": round(silence, 2),
             "error": self.error,
+            "engine_deaths": self.engine_deaths,
+            "last_engine_death": self.last_engine_death,
             "engine": self.summary,
             "requests": {**self.front, **stats.get("states", {})},
             "swapped": stats.get("swapped_requests", 0),
@@ -86,5 +107,9 @@ class StatusBoard:
                 {"layer": layer, "saturated": saturated, "nonfinite": nonfinite}
                 for layer, saturated, nonfinite in stats.get("kv_encoder_layers", [])
             ],
-            "counters": {name: value for name, value in stats.items() if name.endswith(("_total", "_seconds"))},
+            "counters": {name: value for name, value in stats.items() if _is_total(name)},
         }
+
+
+def _is_total(name: str) -> bool:
+    return name.endswith(("_total", "_seconds"))

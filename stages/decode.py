@@ -108,6 +108,12 @@ class DecodeStage(Stage):
             self.counters.requests_kv_exhausted_total += 1
             self._send_finished(request, "kv_exhausted")
             return
+        reason = request.finish_reason(self._eos) if request.generated else None
+        if reason is not None:
+            # An engine before this one produced its last token, and died before it could say that it was the last.
+            self.counters.requests_finished_total += 1
+            self._send_finished(request, reason)
+            return
         self._requests[message.rid] = request
         keys = request.keys([]) if self._ledger.tree is not None else []
         self._residency.submit(message.rid, request.length, total, message.priority, keys)
@@ -224,7 +230,7 @@ class DecodeStage(Stage):
         for rid in moves.admitted:
             self._requests[rid].clock.admit()
             self._note_found(rid)
-            if self._residency.entries[rid].parks:
+            if self._requests[rid].clock.parked:
                 self._unparked(rid)
         for rid in moves.recomputed:
             self.counters.requests_recomputed_total += 1

@@ -70,6 +70,8 @@ class Intake:
             silent_ids=silent,
             detokenizer=IncrementalDetokenizer(self.tokenizer.decode, self._byte_ids),
             stops=StopMatcher(op.stop),
+            priority=op.priority,
+            cache_salt=op.cache_salt,
         )
 
     def encode(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from deepinfer.stages.messages import Finished, SamplingParams, TokenItem
+import msgspec
+import numpy as np
+
+from deepinfer.stages.clock import RequestClock
+from deepinfer.stages.messages import Finished, SamplingParams, Submit, TokenItem
 from deepinfer.stages.protocol_errors import ProtocolError, RequestId
 from deepinfer.stages.protocol_events import StreamEncoder, TokenLogprob
 from deepinfer.stages.text import IncrementalDetokenizer, StopMatcher
@@ -43,14 +47,22 @@ class LiveRequest:
         silent_ids: frozenset[int],
         detokenizer: IncrementalDetokenizer,
         stops: StopMatcher,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         self.rid = rid
         self.route = route
         self.client_id = client_id
         self.prompt = prompt
         self.params = params
-        self.deadline: float | None = None
         self.generated: list[int] = []
+        self.clock = RequestClock()
+        self.submitted = False
+        """An engine that has not died has it."""
+        self.cancelled = ""
+        """The reason of the first `Cancel`: whoever works on it, it will end so."""
+        self._priority = priority
+        self._cache_salt = cache_salt
         self._stream = stream
         self._model = model
         self._silent_ids = silent_ids
@@ -73,6 +85,19 @@ class LiveRequest:
         """A stop string has matched: tokens that still arrive are not part of the answer."""
         return self._stops.matched is not None
 
+    def submission(self) -> Submit:
+        """For an engine: the first one, or one that goes on from where another has died. Admission does not know when a
+        request was admitted to the pool, only when its first token came."""
+        return Submit(
+            rid=self.rid,
+            prompt=self.prompt,
+            params=self.params,
+            generated=np.asarray(self.generated, dtype="<i4").tobytes(),
+            clock=msgspec.structs.replace(self.clock, admitted=self.clock.first_token),
+            priority=self._priority,
+            cache_salt=self._cache_salt,
+        )
+
     # --- what happens to it -----------------------------------------------------------------------------------
 
     def accept(self) -> None:
@@ -85,10 +110,14 @@ class LiveRequest:
             )
         )
 
-    def preempted(self) -> None:
-        self._event(self._encoder.preempted)
+    def preempted(self, reason: str | None = None) -> None:
+        """Once, until it is resumed: an engine may die while the request is swapped out."""
+        if not self.clock.parked:
+            self.clock.park()
+            self._event(lambda: self._encoder.preempted(reason))
 
     def resumed(self) -> None:
+        self.clock.unpark()
         self._event(self._encoder.resumed)
 
     def token(self, item: TokenItem) -> None:
@@ -96,6 +125,7 @@ class LiveRequest:
         if self.stopped or self.over:
             return
         self.generated.append(item.token_id)
+        self.clock.token()
         new = [] if item.token_id in self._silent_ids else [item.token_id]
         text = self._detokenizer.push(new)
         if len(self.generated) > self.params.min_new_tokens:

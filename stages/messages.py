@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from deepinfer.stages.clock import RequestClock, Timings
+
 INTERNAL_VERSION = 1
 
 
@@ -46,6 +48,8 @@ class Submit(Message, frozen=True, tag="submit"):
     params: SamplingParams
     generated: bytes = b""
     """Tokens that an engine before this one already produced: computed again, not sent again."""
+    clock: RequestClock | None = None
+    """Its times so far. Parked, because an engine before this one had it: `Resumed` is sent when it runs."""
     priority: int = 0
     cache_salt: str = ""
     """Only requests with the same salt share prefix blocks."""
@@ -79,18 +83,6 @@ class Tokens(Message, frozen=True, tag="tokens"):
     """All tokens of one decode step (or of one prefill chunk) in one message."""
 
     items: list[TokenItem]
-
-
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds. `ttft_s` counts from Submit to the first token; `longest_gap_s` is the longest pause between tokens."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    decode_s: float = 0.0
-    swapped_s: float = 0.0
-    longest_gap_s: float = 0.0
-    parks: int = 0
 
 
 class Finished(Message, frozen=True, tag="finished"):
@@ -134,6 +126,15 @@ class EngineFailed(Message, frozen=True, tag="failed"):
 
     error: str
     config_error: bool = False
+
+
+class EngineDied(Message, frozen=True, tag="died"):
+    """From the front: the engine process is gone. With addresses, a new one has been started that will use them;
+    without, none comes after it."""
+
+    error: str
+    admission: str = ""
+    decode: str = ""
 
 
 class EngineStopped(Message, frozen=True, tag="stopped"):
@@ -237,6 +238,7 @@ AnyMessage = (
     | EngineReady
     | LoadProgress
     | EngineFailed
+    | EngineDied
     | EngineStopped
     | PrefillChunk
     | ChunkDone

@@ -32,13 +32,13 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "context_exceeded": ErrorCode(False, "prompt plus new tokens are more than the context of the model"),
     "kv_capacity_exceeded": ErrorCode(False, "the request could not run even alone on an empty KV pool"),
     "queue_full": ErrorCode(True, "too many requests are waiting"),
-    "not_ready": ErrorCode(True, "the engine is still loading or is being started again"),
+    "not_ready": ErrorCode(True, "the engine is still loading"),
     "shutting_down": ErrorCode(True, "the daemon takes no new requests because it is stopping"),
     # A stream that had been accepted ends without its result.
     "deadline_exceeded": ErrorCode(True, "`deadline_ms` passed before the stream was complete"),
     "slow_consumer": ErrorCode(True, "the client did not read its events and the buffer for them is full"),
     "non_finite_logits": ErrorCode(False, "the model computed NaN or infinity for this request"),
-    "engine_failed": ErrorCode(True, "the engine died and could not take the stream up again"),
+    "engine_failed": ErrorCode(True, "the engine died and no other one could take the stream up"),
     "internal": ErrorCode(False, "a fault of the daemon; its log has the details"),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from deepinfer.stages.messages import Timings
+from deepinfer.stages.clock import Timings
 from deepinfer.stages.protocol_errors import ProtocolError, RequestId
 
 _encoder = msgspec.msgpack.Encoder()
@@ -47,7 +47,9 @@ class Token(StreamEvent, frozen=True, kw_only=True, tag="token"):
 
 
 class Preempted(StreamEvent, frozen=True, kw_only=True, tag="preempted"):
-    pass
+    """`reason` is absent when it gave its memory to others."""
+
+    reason: str | None = None
 
 
 class Resumed(StreamEvent, frozen=True, kw_only=True, tag="resumed"):
@@ -144,8 +146,8 @@ class StreamEncoder:
         """`index` is that of the first of `ids` among the generated tokens; without ids, of the next one."""
         return self._encode(Token(text=text, ids=ids, index=index, logprobs=logprobs, **self._next()))
 
-    def preempted(self) -> bytes:
-        return self._encode(Preempted(**self._next()))
+    def preempted(self, reason: str | None = None) -> bytes:
+        return self._encode(Preempted(reason=reason, **self._next()))
 
     def resumed(self) -> bytes:
         return self._encode(Resumed(**self._next()))

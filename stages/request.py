@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from deepinfer.stages.clock import RequestClock
 from deepinfer.stages.memory.prefix import chain_keys
-from deepinfer.stages.messages import SamplingParams, Submit, Timings
-from deepinfer.stages.stage import monotonic
+from deepinfer.stages.messages import SamplingParams, Submit
 
 
 class Request:
@@ -32,8 +32,8 @@ class Request:
         self.length = len(prompt) + len(generated)
         self.table = np.zeros(max_blocks, dtype=np.int32)
         self.num_blocks = 0
-        self.clock = RequestClock()
-        self._computed = len(prompt) if submit.generated else 0
+        self.clock = submit.clock or RequestClock()
+        self._computed = self.length if submit.generated else 0
         self.cached_tokens = 0
         """Prompt tokens that were found in the prefix tree when it was first admitted."""
         self._root_key = root_key
@@ -75,53 +75,3 @@ class Request:
         if token in self.params.stop_token_ids or (token in eos_token_ids and not self.params.ignore_eos):
             return "stop"
         return "length" if self.length == len(self.tokens) else None
-
-
-class RequestClock:
-    """Times of one request, in seconds of the shared monotonic clock."""
-
-    def __init__(self) -> None:
-        self.submitted = monotonic()
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.longest_gap = 0.0
-        self.prefill = 0.0
-        self.parks = 0
-        self.swapped = 0.0
-        self._parked_since: float | None = None
-
-    def admit(self) -> None:
-        if self.admitted is None:
-            self.admitted = monotonic()
-
-    def token(self) -> None:
-        now = monotonic()
-        if self.first_token is None:
-            self.first_token = now
-        if self.last_token is not None:
-            self.longest_gap = max(self.longest_gap, now - self.last_token)
-        self.last_token = now
-
-    def park(self) -> None:
-        self.parks += 1
-        self._parked_since = monotonic()
-
-    def unpark(self) -> None:
-        if self._parked_since is not None:
-            self.swapped += monotonic() - self._parked_since
-            self._parked_since = None
-
-    def timings(self) -> Timings:
-        self.unpark()
-        now = monotonic()
-        first = self.first_token
-        return Timings(
-            queue_s=(self.admitted or now) - self.submitted,
-            prefill_s=self.prefill,
-            ttft_s=(first or now) - self.submitted,
-            decode_s=(self.last_token or now) - first if first is not None else 0.0,
-            swapped_s=self.swapped,
-            longest_gap_s=self.longest_gap,
-            parks=self.parks,
-        )

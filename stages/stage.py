@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 import zmq
 
 from deepinfer.stages import messages
+from deepinfer.stages.clock import monotonic as monotonic
 from deepinfer.stages.messages import EngineFailed, Halt, Message
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Stage:
         self._thread: threading.Thread | None = None
         self._running = False
         self._sockets: list[zmq.Socket] = []
+        self._inboxes: set[zmq.Socket] = set()
         self._outboxes: dict[str, zmq.Socket] = {}
         self.progress = 0
         """Moves whenever this stage does something: what a watchdog looks at."""
@@ -138,14 +139,37 @@ class Stage:
     def _open(self) -> None:
         self._poller = zmq.Poller()
         self._running = True
-        self._inbox = self.new_socket(zmq.PULL)
-        self._inbox.bind(self._inbox_address)
-        self._poller.register(self._inbox, zmq.POLLIN)
+        self.add_inbox(self._inbox_address)
         for stage, address in self._outbox_addresses.items():
-            socket = self.new_socket(zmq.PUSH)
-            socket.connect(address)
-            self._outboxes[stage] = socket
+            self.add_outbox(stage, address)
         self.opened()
+
+    def add_inbox(self, address: str) -> zmq.Socket:
+        """A further PULL socket whose messages go to the same handlers. In the stage's thread."""
+        inbox = self.new_socket(zmq.PULL, poll=True)
+        inbox.bind(address)
+        self._inboxes.add(inbox)
+        return inbox
+
+    def add_outbox(self, stage: str, address: str) -> None:
+        self._outboxes[stage] = self.new_socket(zmq.PUSH)
+        self._outboxes[stage].connect(address)
+
+    def remove_inbox(self, inbox: zmq.Socket) -> None:
+        """Handle what has arrived there, then close it: what comes later is never read."""
+        while self._running and self._drain(inbox):
+            pass
+        self._poller.unregister(inbox)
+        self._inboxes.discard(inbox)
+        self._close(inbox)
+
+    def remove_outbox(self, stage: str) -> None:
+        """Drops what has not been delivered."""
+        self._close(self._outboxes.pop(stage))
+
+    def _close(self, socket: zmq.Socket) -> None:
+        self._sockets.remove(socket)
+        socket.close(linger=0)
 
     def new_socket(self, kind: int, poll: bool = False) -> zmq.Socket:
         """A socket that this stage owns and closes. With `poll`, `on_socket` is called when it is readable."""
@@ -162,19 +186,20 @@ class Stage:
         while self._running:
             ready = self._poller.poll(0 if more else self.poll_timeout_ms())
             for socket, _ in ready:
-                if socket is self._inbox:
-                    self._drain()
-                else:
+                if socket in self._inboxes:
+                    self._drain(socket)
+                elif not socket.closed:
                     self.on_socket(socket)
             if self._running:
                 more = self.work()
 
-    def _drain(self) -> None:
+    def _drain(self, inbox: zmq.Socket) -> bool:
+        """False when the inbox is empty or the loop is to end; True when there may be more."""
         for _ in range(MAX_DRAIN):
             try:
-                raw = self._inbox.recv(zmq.DONTWAIT)
+                raw = inbox.recv(zmq.DONTWAIT)
             except zmq.Again:
-                return
+                return False
             try:
                 message = messages.decode(raw)
             except msgspec.MsgspecError as error:
@@ -186,10 +211,6 @@ class Stage:
                 logger.error("stage %s has no handler for %s", self.name, type(message).__name__)
                 continue
             handler(message)
-            if not self._running:
-                return
-
-
-def monotonic() -> float:
-    """Seconds of the clock that all stages share: comparable between the processes of one machine."""
-    return time.monotonic()
+            if not self._running or inbox.closed:
+                return False
+        return True

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from deepinfer.stages.messages import Timings
+from deepinfer.stages.clock import Timings
 from deepinfer.stages.protocol import Generate, Limits, ProtocolError, decode_request
 from deepinfer.stages.protocol_events import StreamEncoder, TokenLogprob, encode_error, encode_reply
 

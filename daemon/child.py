@@ -1,0 +1,68 @@
+"""The engine process as its parent sees it: one child, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from deepinfer.daemon.config import EngineConfig
+from deepinfer.daemon.engine_process import start_line, vocabulary_line
+from deepinfer.daemon.topology import Topology
+
+KILL_AFTER_SECONDS = 5.0
+
+
+class EngineProcess:
+    """In a session of its own, so that a Ctrl-C meant for the front does not reach it. Its standard input is the
+    tether: when the front dies, for whatever reason, the engine reads the end of it and exits."""
+
+    def __init__(self, config: EngineConfig, topology: Topology) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deepinfer.daemon.engine_process"],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            stdout=sys.stderr,
+            start_new_session=True,
+        )
+        self._write(start_line(config, topology))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_vocabulary(self, num_valid_tokens: int, eos_token_ids: Iterable[int]) -> None:
+        self._write(vocabulary_line(num_valid_tokens, eos_token_ids))
+
+    def ended(self) -> int | None:
+        """Its exit code, or None while it lives."""
+        return self._process.poll()
+
+    def death(self) -> str:
+        """How it ended, in words."""
+        code = self._process.wait()
+        if code < 0:
+            return f"the engine process was killed by {signal.Signals(-code).name}"
+        return f"the engine process ended with exit code {code}"
+
+    def kill(self) -> None:
+        """By force; `ended` notices it."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Make sure that it is gone: first by cutting the tether, then by force."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(KILL_AFTER_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # It died already; `death` says how.
+            if self._process.stdin is not None:
+                self._process.stdin.write(line)

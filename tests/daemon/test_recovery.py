@@ -1,0 +1,165 @@
+"""The engine process dies, of whatever: streams pause, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+from daemon_process import Daemon, nothing_left, running
+
+from deepinfer.clients import Client, DeepInferError, Preempted, Resumed, Token
+from deepinfer.daemon.engine import Engine
+from deepinfer.daemon.supervisor import RestartBudget
+
+PROMPT = "The quick brown fox"
+QUESTIONS: list[tuple[str, dict[str, Any]]] = [
+    (PROMPT, {"max_new_tokens": 300}),
+    (PROMPT, {"max_new_tokens": 300, "temperature": 0.9, "seed": 5, "top_p": 0.9}),
+    (PROMPT * 12, {"max_new_tokens": 200, "temperature": 1.0, "seed": 6, "repetition_penalty": 1.3}),
+    ("Zwölf Boxkämpfer", {"max_new_tokens": 250, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logprobs": 2}),
+    ("abc", {"max_new_tokens": 250, "temperature": 0.7, "seed": 7, "min_p": 0.05, "stream": False}),
+]
+ENGINE = ["--batch-invariant", "--num-blocks", "160"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_path):
+    with Engine(tiny_path, batch_invariant=True, num_blocks=160) as engine:
+        return [engine.complete(prompt, ignore_eos=True, **fields) for prompt, fields in QUESTIONS]
+
+
+class Listener(threading.Thread):
+    """Reads a stream to its end."""
+
+    def __init__(self, client: Client, prompt: str, **fields: Any) -> None:
+        super().__init__(daemon=True)
+        self.stream = client.generate(prompt, ignore_eos=True, **fields)
+        self.events: list[Any] = []
+        self.first_token = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for event in self.stream:
+                self.events.append(event)
+                if isinstance(event, Token):
+                    self.first_token.set()
+        except DeepInferError:
+            pass  # `end` raises it again.
+        self.first_token.set()
+
+    def end(self) -> Any:
+        self.join(60)
+        assert not self.is_alive()
+        return self.stream.result()
+
+    def pauses(self) -> list[str]:
+        return [type(event).__name__ for event in self.events if isinstance(event, Preempted | Resumed)]
+
+
+def engine_of(daemon: Daemon) -> psutil.Process:
+    (engine,) = daemon.children()
+    return engine
+
+
+def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, f"{what} did not come"
+        time.sleep(0.02)
+
+
+def wait_for_phase(client: Client, phase: str) -> None:
+    wait_for(lambda: client.status()["phase"] == phase, phase)
+
+
+def test_streams_of_a_killed_engine_go_on_where_they_were_also_during_a_drain(tiny_path, folder, undisturbed):
+    with running(tiny_path, folder, *ENGINE) as daemon, Client(folder / "daemon.json") as client:
+        sockets = len(list(folder.iterdir()))
+        listeners = [Listener(client, prompt, **fields) for prompt, fields in QUESTIONS]
+        cancelled = Listener(client, PROMPT, max_new_tokens=400)
+        late = Listener(client, PROMPT, max_new_tokens=400, deadline_ms=1)
+        listeners[0].first_token.wait(60)
+        first = engine_of(daemon)
+        first.kill()
+        wait_for_phase(client, "restarting")
+        cancelled.stream.cancel()
+        assert cancelled.end().finish_reason == "cancelled"
+        with pytest.raises(DeepInferError) as refused:
+            late.end()
+        assert refused.value.code == "deadline_exceeded"
+        asked_meanwhile = Listener(client, QUESTIONS[1][0], **QUESTIONS[1][1])
+        for listener, alone in zip([*listeners, asked_meanwhile], [*undisturbed, undisturbed[1]], strict=True):
+            got = listener.end()
+            assert got.ids == alone.ids
+            assert got.text == alone.text
+            assert got.logprobs == alone.logprobs
+        assert listeners[0].pauses() == ["Preempted", "Resumed"]
+        assert [event.reason for event in listeners[0].events if isinstance(event, Preempted)] == ["engine_restart"]
+        assert listeners[0].end().timings["parks"] == 1
+        assert listeners[0].end().timings["ttft_s"] < listeners[0].end().timings["swapped_s"]
+        assert asked_meanwhile.pauses() == []
+        status = client.status()
+        assert status["phase"] == "ready"
+        assert status["engine_deaths"] == 1
+        assert "SIGKILL" in status["last_engine_death"]
+        assert status["engine_pid"] == engine_of(daemon).pid != first.pid
+        assert status["engine"]["num_blocks"] == 160
+        wait_for(lambda: client.status()["blocks"]["free"] == 160, "every block")
+        assert len(list(folder.iterdir())) == sockets
+        finishing = Listener(client, QUESTIONS[0][0], **QUESTIONS[0][1])
+        finishing.first_token.wait(60)
+        engine_of(daemon).kill()
+        wait_for_phase(client, "restarting")
+        daemon.signal(signal.SIGTERM)
+        assert finishing.end().ids == undisturbed[0].ids
+        assert daemon.wait_end() == 0
+        nothing_left(folder)
+
+
+def test_engines_that_die_one_after_the_other_end_every_stream_and_the_daemon(tiny_path, folder):
+    with running(tiny_path, folder, *ENGINE, "--max-restarts", "1") as daemon:
+        with Client(folder / "daemon.json") as client:
+            listener = Listener(client, PROMPT, max_new_tokens=400)
+            listener.first_token.wait(60)
+            first = engine_of(daemon)
+            first.kill()
+            wait_for(lambda: daemon.children() not in ([], [first]), "another engine")
+            engine_of(daemon).kill()
+            with pytest.raises(DeepInferError) as ended:
+                listener.end()
+            assert ended.value.code == "engine_failed"
+        assert daemon.wait_end() == 1
+        assert "SIGKILL" in daemon.log.read_text()
+        nothing_left(folder)
+
+
+def test_sigterm_twice_while_an_engine_is_started_again_cuts(tiny_path, folder):
+    with running(tiny_path, folder, *ENGINE) as daemon:
+        with Client(folder / "daemon.json") as client:
+            listener = Listener(client, PROMPT, max_new_tokens=400)
+            listener.first_token.wait(60)
+            engine_of(daemon).kill()
+            wait_for_phase(client, "restarting")
+            daemon.signal(signal.SIGTERM)
+            wait_for(lambda: "stopping when" in daemon.log.read_text(), "the drain")
+            daemon.signal(signal.SIGTERM)
+            with pytest.raises(DeepInferError) as ended:
+                listener.end()
+            assert ended.value.code == "shutting_down"
+        assert daemon.wait_end() == 0
+        nothing_left(folder)
+
+
+def test_a_row_of_restarts_ends_with_a_token_or_after_a_long_life():
+    budget = RestartBudget(limit=2, window_s=60)
+    assert [budget.allow(0, 1.0), budget.allow(0, 1.0), budget.allow(0, 1.0)] == [True, True, False]
+    budget = RestartBudget(limit=2, window_s=60)
+    assert [budget.allow(tokens, 1.0) for tokens in (1, 2, 3, 3, 3)] == [True, True, True, True, False]
+    budget = RestartBudget(limit=1, window_s=60)
+    assert [budget.allow(0, ready) for ready in (61.0, 61.0, 1.0)] == [True, True, False]
+    assert not RestartBudget(limit=0, window_s=60).allow(5, 100.0)
