@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 import zmq
+from torch import Tensor
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.planner import PoolPlan, plan_pool
 from deepinfer.daemon.topology import Topology
 from deepinfer.kernels import BlockLayout, resolve_kv_format
-from deepinfer.kernels.attention import PagedAttention
+from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.cpu_runtime import configure_threads, describe
 from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.stages.compute import ComputeThread
@@ -25,7 +27,7 @@ from deepinfer.stages.memory.prefix import PrefixTree
 from deepinfer.stages.memory.residency import Residency
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import SamplingParams, Submit
-from deepinfer.stages.model import Executor, load_model, open_checkpoint, resolve_model
+from deepinfer.stages.model import Executor, ModelConfig, load_model, open_checkpoint, resolve_model
 from deepinfer.stages.model.key_bias import KeyBiasRule
 from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.sampler import Sampler
@@ -84,23 +86,25 @@ class EngineHost:
                 f"max_context is {config.max_context}; the model was made for at most {model_config.max_context}"
             )
         self.max_context = config.max_context or model_config.max_context
-        dtype = choose_dtype(config.dtype, checkpoint.source.headers)
+        dtype = choose_dtype(config.dtype, checkpoint.source.headers, self.ops.fast_bf16)
         self.kv_format = self._kv_format(dtype)
         layout = self.kv_format.layout(
             model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size
         )
+        self._refuse_what_cannot_run(model_config, dtype, layout)
         bf16_copies = config.w4_prefill == "bf16-copy"
-        weight_bytes = checkpoint.estimate_weight_bytes(config.dtype, bf16_copies)
+        weight_bytes = checkpoint.estimate_weight_bytes(dtype, bf16_copies)
         self.plan: PoolPlan = plan_pool(config, layout, self.max_context, weight_bytes)
         self.max_context = min(self.max_context, self.plan.token_capacity + 1)
         key_bias = KeyBiasRule(config.kv_key_bias, self.kv_format.k)
         self.model = load_model(
-            checkpoint, config.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
+            checkpoint, dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
         )
         self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
         budget = config.max_cpu_offload_mb << 20 if config.cpu_offload and config.preemption != "recompute" else 0
         self.arena = HostArena(budget, layout.block_bytes)
-        self.attention = self._attention(layout)
+        tables = self.model.rope_tables(self.max_context)
+        self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         self.executor = Executor(self.model, self.attention, self._graphs())
         self.requests: dict[int, Request] = {}
         self.stages: list[Stage] = []
@@ -111,15 +115,31 @@ class EngineHost:
         except ValueError as error:
             raise ConfigError(f"kv_cache_dtype: {error}") from error
 
-    def _attention(self, layout: BlockLayout) -> PagedAttention:
+    def _refuse_what_cannot_run(self, model: ModelConfig, dtype: str, layout: BlockLayout) -> None:
+        """Before weights are read: makes the attention of a pool of one block, which knows what it has no kernel for."""
+        try:
+            self.ops.check_compute(dtype, self.config.batch_invariant)
+        except ValueError as error:
+            raise ConfigError(
+                f"dtype is {self.config.dtype} ({dtype}), which {self.ops.name} cannot run: {error}"
+            ) from error
+        pool = torch.zeros(1, layout.block_bytes, dtype=torch.uint8, device=self.ops.device)
+        table = torch.ones(1, model.head_dim // 2)
+        scale = model.head_dim**-0.5
+        heads = model.num_q_heads, model.num_kv_heads, model.head_dim
+        self._attention(AttentionSpec(model.num_layers, *heads, scale, model.windows), layout, pool, table, table)
+
+    def _attention(self, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor) -> Any:
         config = self.config
-        spec, tables = self.model.attention_spec(), self.model.rope_tables(self.max_context)
         try:
             return self.ops.attention(
-                config.attention, spec, layout, self.kv_format, self.pool.data, *tables, config.batch_invariant
+                config.attention, spec, layout, self.kv_format, pool, cos, sin, config.batch_invariant
             )
         except ValueError as error:
-            raise ConfigError(f"no attention for this model and these settings: {error}") from error
+            raise ConfigError(
+                f"{self.ops.name} does not run kv_cache_dtype {config.kv_cache_dtype} ({self.kv_format.name}) with "
+                f"head_dim {spec.head_dim}, block_size {config.block_size}, attention {config.attention}: {error}"
+            ) from error
 
     def _graphs(self) -> StepGraphs | None:
         capture = self.ops.step_capture(self.attention) if self.config.cuda_graphs else None

@@ -24,6 +24,12 @@ class Ops(Protocol):
     """As `status` shows it: "cpu", "cuda: <card>" or "host-emulation"."""
     device: str
     """As torch names it."""
+    fast_bf16: bool | None
+    """Whether it multiplies bfloat16 itself. None: that depends on the processor."""
+
+    def check_compute(self, dtype: str, batch_invariant: bool) -> None:
+        """Raises ValueError, which says what works, if there are no matmuls in `dtype` ("fp32", "bf16")."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
 
@@ -73,11 +79,15 @@ class CpuOps:
     """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`."""
 
     name = device = "cpu"
+    fast_bf16: bool | None = None
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_mul = staticmethod(elementwise.silu_mul)
     attention = staticmethod(make_attention)
+
+    def check_compute(self, dtype: str, batch_invariant: bool) -> None:
+        """Everything works."""
 
     def dense(
         self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None

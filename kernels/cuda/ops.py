@@ -44,21 +44,27 @@ class CudaDenseLinear:
 class CudaOps(CudaElementwise):
     """See `kernels.ops.Ops`. `backend` runs the kernels: CuPy on a GPU, or the host shim in tests."""
 
+    fast_bf16: bool | None = True
+
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._backend = backend
         self.name = backend.name
         self.device = backend.device
 
+    def check_compute(self, dtype: str, batch_invariant: bool) -> None:
+        """The library's fp32 matmul does not promise rows that are the same in every batch."""
+        if dtype == "fp32" and batch_invariant:
+            raise ValueError("batch_invariant: fp32 weights have no batch-invariant matmul on this device; use bf16")
+
     def dense(
         self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
     ) -> Linear:
-        """Raises ValueError for fp32 with `batch_invariant`: the library's matmul does not promise it."""
+        """Raises ValueError for fp32 with `batch_invariant`: see `check_compute`."""
         if not batch_invariant:
             kind = "dense bf16" if weight.dtype == torch.bfloat16 else "dense fp32"
             return CudaDenseLinear(self.device, weight, bias, kind, out_dtype)
-        if weight.dtype == torch.float32:
-            raise ValueError("batch_invariant: fp32 weights have no batch-invariant matmul on this device; use bf16")
+        self.check_compute("fp32" if weight.dtype == torch.float32 else "bf16", batch_invariant)
         return CudaTiledDenseLinear(self._backend, weight, bias, out_dtype)
 
     def w8a16(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype | None = None) -> Linear:

@@ -32,9 +32,11 @@ def has_fast_bf16() -> bool:
     return False
 
 
-def choose_dtype(requested: str, headers: Mapping[str, TensorHeader]) -> str:
-    """Gives "fp32" or "bf16". auto: bf16 for quantised files (W4A16 is fast in bf16 only) and, where the
-    processor has bf16, for 16-bit files; fp32 for fp32 files. Raises ValueError for another name.
+def choose_dtype(requested: str, headers: Mapping[str, TensorHeader], fast_bf16: bool | None = None) -> str:
+    """Gives "fp32" or "bf16". auto: bf16 for quantised files (W4A16 is fast in bf16 only) and, where the device has
+    bf16, for 16-bit files; fp32 for fp32 files. Raises ValueError for another name.
+
+    `fast_bf16`: whether the device has bf16. None asks the processor.
     """
     if requested not in DTYPES:
         raise ValueError(f"dtype {requested!r} is unknown; known: {', '.join(DTYPES)}")
@@ -45,7 +47,7 @@ def choose_dtype(requested: str, headers: Mapping[str, TensorHeader]) -> str:
         return "fp32"
     if not matrices <= {"F32", "F16", "BF16"}:
         return "bf16"
-    return "bf16" if has_fast_bf16() else "fp32"
+    return "bf16" if (has_fast_bf16() if fast_bf16 is None else fast_bf16) else "fp32"
 
 
 def weight_bytes(headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool) -> int:
