@@ -116,7 +116,7 @@ class EngineHost:
             raise ConfigError(f"kv_cache_dtype: {error}") from error
 
     def _refuse_what_cannot_run(self, model: ModelConfig, dtype: str, layout: BlockLayout) -> None:
-        """Before weights are read: makes the attention of a pool of one block, which knows what it has no kernel for."""
+        """Makes the attention of a pool of one block, which knows what it has no kernel for."""
         try:
             self.ops.check_compute(dtype, self.config.batch_invariant)
         except ValueError as error:
