@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from deepinfer.daemon.cli_settings import config_group, settings_options
+from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.options import options_of
 from deepinfer.daemon.runtime_folder import FolderError
@@ -38,6 +38,7 @@ def main() -> None:
 
 
 main.add_command(config_group)
+main.add_command(plan_command)
 
 
 @main.command()

@@ -12,7 +12,6 @@ import click
 import msgpack
 import psutil
 import zmq
-from rich.console import Console
 from rich.table import Table
 
 from deepinfer.clients import Client, DeepInferError
@@ -78,12 +77,12 @@ def show_status(folder: Path, as_json: bool) -> int:
     if as_json or not status["engine"]:
         click.echo(json.dumps(status, indent=1) if as_json else f"phase: {status['phase']}")
         return code
-    from deepinfer.daemon.display import summary_rows
+    from deepinfer.daemon.display import summary_rows, wide_console
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in [("phase", status["phase"]), *summary_rows(status), *_live_rows(status)]:
         table.add_row(name, value)
-    Console().print(table, highlight=False)
+    wide_console().print(table, highlight=False)
     return code
 
 

@@ -48,6 +48,13 @@ class EngineConfig:
     max_cache: int | None = setting(
         None, "Tokens that the pool holds. Another way to say --num-blocks.", low=1, aliases=("--max-total-tokens",)
     )
+    gpu_memory_fraction: float | None = setting(
+        None,
+        "Share of the GPU's memory that the engine takes in all. Default: all but a margin of 256 MiB or 6 %.",
+        low=0.01,
+        high=1.0,
+        aliases=("--mem-fraction-static", "--gpu-memory-utilization"),
+    )
     max_context: int | None = setting(
         None,
         "Longest context of a request, prompt and answer. Default: the model's.",

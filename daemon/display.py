@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+WIDE = 240
+
 
 class StartDisplay:
     """A bar on a terminal, a line per step elsewhere."""
@@ -61,6 +63,12 @@ class StartDisplay:
             self._bar = None
 
 
+def wide_console() -> Console:
+    """For tables on standard output: cut to a terminal's width, and whole lines for other programs."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDE)
+
+
 def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Effective values of a running daemon, for people."""
     engine = status["engine"]
@@ -85,7 +93,11 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"{engine['num_blocks']:,} blocks of {engine['block_size']} tokens = {engine['token_capacity']:,} tokens "
             f"({engine['pool_reason']})",
         ),
-        ("memory", f"weights {mib(engine['weight_bytes'])}, pool {mib(engine['pool_bytes'])}"),
+        (
+            "memory",
+            f"weights {mib(engine['weight_bytes'])}, pool {mib(engine['pool_bytes'])}, "
+            f"passes {mib(engine['memory_plan']['activations'] + engine['memory_plan']['scratch'])}",
+        ),
         ("swap", arena),
         ("endpoint", str(status["endpoint"])),
     ]

@@ -11,9 +11,10 @@ import zmq
 from torch import Tensor
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
-from deepinfer.daemon.planner import PoolPlan, plan_pool
+from deepinfer.daemon.planner import demand_of, plan_memory
+from deepinfer.daemon.target import target_of
 from deepinfer.daemon.topology import Topology
-from deepinfer.kernels import BlockLayout, resolve_kv_format
+from deepinfer.kernels import BlockLayout
 from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.cpu_runtime import configure_threads, describe
 from deepinfer.kernels.devices import DeviceError, open_device
@@ -29,7 +30,6 @@ from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import SamplingParams, Submit
 from deepinfer.stages.model import Executor, ModelConfig, load_model, open_checkpoint, resolve_model
 from deepinfer.stages.model.key_bias import KeyBiasRule
-from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.sampler import Sampler
 from deepinfer.stages.model.step_graphs import StepGraphs
 from deepinfer.stages.offload import CopyRows, OffloadStage, copy_rows
@@ -80,40 +80,28 @@ class EngineHost:
         except DeviceError as error:
             raise ConfigError(str(error)) from error
         checkpoint = open_checkpoint(resolve_model(config.model))
-        model_config = checkpoint.config
-        if config.max_context is not None and config.max_context > model_config.max_context:
-            raise ConfigError(
-                f"max_context is {config.max_context}; the model was made for at most {model_config.max_context}"
-            )
-        self.max_context = config.max_context or model_config.max_context
-        dtype = choose_dtype(config.dtype, checkpoint.source.headers, self.ops.fast_bf16)
-        self.kv_format = self._kv_format(dtype)
-        layout = self.kv_format.layout(
-            model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, config.block_size
-        )
-        self._refuse_what_cannot_run(model_config, dtype, layout)
-        bf16_copies = config.w4_prefill == "bf16-copy"
-        weight_bytes = checkpoint.estimate_weight_bytes(dtype, bf16_copies)
-        self.plan: PoolPlan = plan_pool(config, layout, self.max_context, weight_bytes)
-        self.max_context = min(self.max_context, self.plan.token_capacity + 1)
+        target = target_of(self.ops)
+        demand = demand_of(checkpoint, config, target)
+        self.kv_format, layout = demand.kv_format, demand.layout
+        self._refuse_what_cannot_run(demand.model, demand.dtype, layout)
+        self.plan = plan_memory(config, demand, target)
+        self.max_context = self.plan.context
         key_bias = KeyBiasRule(config.kv_key_bias, self.kv_format.k)
         self.model = load_model(
-            checkpoint, dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
+            checkpoint, demand.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
         )
         self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
-        budget = config.max_cpu_offload_mb << 20 if config.cpu_offload and config.preemption != "recompute" else 0
-        self.arena = HostArena(budget, layout.block_bytes)
+        self.arena = HostArena(self.plan.arena, layout.block_bytes)
         tables = self.model.rope_tables(self.max_context)
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         self.executor = Executor(self.model, self.attention, self._graphs())
+        self._reserve(self.plan.activations + self.plan.scratch + self.plan.graphs)
         self.requests: dict[int, Request] = {}
         self.stages: list[Stage] = []
 
-    def _kv_format(self, dtype: str) -> Any:
-        try:
-            return resolve_kv_format(self.config.kv_cache_dtype, compute_dtype=dtype)
-        except ValueError as error:
-            raise ConfigError(f"kv_cache_dtype: {error}") from error
+    def _reserve(self, size: int) -> None:
+        """Torch's allocator keeps what it was given once: no other program takes what the passes were promised."""
+        torch.empty(size, dtype=torch.uint8, device=self.ops.device)
 
     def _refuse_what_cannot_run(self, model: ModelConfig, dtype: str, layout: BlockLayout) -> None:
         """Makes the attention of a pool of one block, which knows what it has no kernel for."""
@@ -245,6 +233,7 @@ class EngineHost:
             "token_capacity": self.plan.token_capacity,
             "context": self.max_context,
             "pool_bytes": self.pool.bytes,
+            "memory_plan": self.plan.sizes(),
             "cpu_offload_enabled": self.arena.num_rows > 0,
             "cpu_offload_budget_bytes": self.arena.num_rows * self.arena.row_bytes,
             "arena_pinned": self.arena.pinned,

@@ -1,78 +1,222 @@
-"""How large the KV pool becomes. The plan is authoritative: what it grants is what is allocated."""
+"""What an engine takes of the memory at hand, before a weight is read. The plan is authoritative: what it grants is
+what is allocated, and what cannot fit is refused with the arithmetic."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from deepinfer.daemon.config import ConfigError, EngineConfig
-from deepinfer.kernels import BlockLayout
+from deepinfer.daemon.target import Target
+from deepinfer.kernels import BlockLayout, KVFormat, resolve_kv_format
+from deepinfer.stages.memory.sizes import blocks_for
+from deepinfer.stages.model.checkpoint import Checkpoint
+from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.precision import choose_dtype
+from deepinfer.stages.model.scratch import activation_bytes, graph_bytes, scratch_bytes
 
-CGROUP = Path("/sys/fs/cgroup")
-POOL_SHARE_OF_MEMORY = 0.25
+MARGIN_BYTES, MARGIN_SHARE = 256 << 20, 0.06
+"""Of a GPU, whichever is more: for the driver, for compiled kernels, and for what the allocator cannot use."""
+HOST_SHARE = 0.25
+"""Of the host's free memory, for a pool that nobody gave a size: other programs live there too."""
 CONTEXTS_BY_DEFAULT = 4
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class PoolPlan(NamedTuple):
+class Demand(NamedTuple):
+    """What a model needs whatever the size of the pool."""
+
+    model: ModelConfig
+    dtype: str
+    weights: int
+    """Bytes."""
+    layout: BlockLayout
+    kv_format: KVFormat
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes, but for blocks and tokens."""
+
+    target: Target
+    weights: int
+    activations: int
+    scratch: int
+    graphs: int
+    margin: int
+    arena: int
     num_blocks: int
     block_bytes: int
     block_size: int
+    context: int
     reason: str
 
     @property
-    def pool_bytes(self) -> int:
+    def pool(self) -> int:
         return self.num_blocks * self.block_bytes
 
     @property
     def token_capacity(self) -> int:
         return self.num_blocks * self.block_size
 
+    @property
+    def needed(self) -> int:
+        """Of the engine's memory. On a GPU the arena lies elsewhere."""
+        arena = 0 if self.target.gpu else self.arena
+        return self.weights + self.activations + self.scratch + self.graphs + self.margin + arena + self.pool
 
-def plan_pool(config: EngineConfig, layout: BlockLayout, context: int, weight_bytes: int) -> PoolPlan:
-    """`weight_bytes` are still to be allocated. Raises ConfigError, with the arithmetic, when it cannot fit."""
-    blocks, reason = _wanted_blocks(config, layout, context, weight_bytes)
-    plan = PoolPlan(blocks, layout.block_bytes, layout.block_size, reason)
-    arena_bytes = config.max_cpu_offload_mb << 20 if config.cpu_offload else 0
-    available = available_bytes()
-    needed = weight_bytes + plan.pool_bytes + arena_bytes
-    if needed > available:
-        fits = max(0, available - weight_bytes - arena_bytes) // layout.block_bytes * layout.block_size
+    def sizes(self) -> dict[str, int]:
+        """The parts, in bytes, and what was free when it was made."""
+        names = ("weights", "activations", "scratch", "graphs", "pool", "margin", "arena", "needed")
+        return {**{name: getattr(self, name) for name in names}, "free": self.target.free}
+
+
+def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> Demand:
+    """Raises ConfigError for settings that do not go with this model."""
+    model = checkpoint.config
+    if config.max_context is not None and config.max_context > model.max_context:
+        raise ConfigError(f"max_context is {config.max_context}; the model was made for at most {model.max_context}")
+    dtype = choose_dtype(config.dtype, checkpoint.source.headers, target.fast_bf16)
+    copies = config.w4_prefill == "bf16-copy" and not config.batch_invariant and not target.cuda_kernels
+    weights = checkpoint.estimate_weight_bytes(dtype, copies)
+    if target.cuda_kernels and model.tie_word_embeddings and (config.batch_invariant or not _dense_table(checkpoint)):
+        weights += model.vocab_size * model.hidden_size * (2 if _dense_table(checkpoint) else 1)
+    kv_format = format_of(config.kv_cache_dtype, dtype)
+    layout = kv_format.layout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
+    return Demand(model, dtype, weights, layout, kv_format)
+
+
+def _dense_table(checkpoint: Checkpoint) -> bool:
+    """A tied table of 8-bit codes is kept twice where the head's kernel wants them in its own order."""
+    return checkpoint.source.headers["model.embed_tokens.weight"].dtype != "Q8_0"
+
+
+def format_of(name: str, dtype: str) -> KVFormat:
+    try:
+        return resolve_kv_format(name, compute_dtype=dtype)
+    except ValueError as error:
+        raise ConfigError(f"kv_cache_dtype: {error}") from error
+
+
+def plan_memory(config: EngineConfig, demand: Demand, target: Target) -> MemoryPlan:
+    """Raises ConfigError, with the arithmetic and the largest context that would fit, for what cannot."""
+    plan = _with_pool(config, demand, target)
+    if plan.needed > available(config, target) or plan.num_blocks < 1:
+        raise ConfigError(_refusal(config, demand, plan))
+    if target.gpu and plan.arena > target.host_free:
         raise ConfigError(
-            f"weights of {_mib(weight_bytes)}, a pool of {_mib(plan.pool_bytes)} ({blocks} blocks of "
-            f"{layout.block_bytes} bytes) and {_mib(arena_bytes)} for swapped requests need {_mib(needed)}, but "
-            f"{_mib(available)} of memory are free; a pool of {fits} tokens would fit (--max-cache {fits}), and "
-            "--max-cpu-offload-mb takes a smaller number"
+            f"max_cpu_offload_mb: {mib(plan.arena)} for swapped requests do not fit, {mib(target.host_free)} of host "
+            "memory are free"
         )
     return plan
 
 
-def available_bytes() -> int:
-    """Memory that this process may still take: what the machine has free, or less if its control group is smaller."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
+def available(config: EngineConfig, target: Target) -> int:
+    """Bytes that the engine may take, its margin included."""
+    if not target.gpu or config.gpu_memory_fraction is None:
+        return target.free
+    return min(target.free, int(config.gpu_memory_fraction * target.total) + _margin(target))
 
 
-def _wanted_blocks(config: EngineConfig, layout: BlockLayout, context: int, weight_bytes: int) -> tuple[int, str]:
-    if config.num_blocks is not None:
-        return config.num_blocks, "num_blocks"
-    if config.max_cache is not None:
-        return -(-config.max_cache // layout.block_size), "max_cache"
-    wanted = CONTEXTS_BY_DEFAULT * -(-context // layout.block_size)
-    spare = available_bytes() - weight_bytes
-    affordable = int(spare * POOL_SHARE_OF_MEMORY) // layout.block_bytes
-    if affordable < 1:
-        raise ConfigError(f"after weights of {_mib(weight_bytes)} no memory is left for a KV pool")
-    if affordable < wanted:
-        return affordable, f"{POOL_SHARE_OF_MEMORY:.0%} of the free memory"
-    return wanted, f"{CONTEXTS_BY_DEFAULT} contexts of {context} tokens"
+def _margin(target: Target) -> int:
+    return max(MARGIN_BYTES, int(MARGIN_SHARE * target.total)) if target.gpu else 0
 
 
-def _mib(size: int) -> str:
+def rows_of_a_pass(config: EngineConfig) -> int:
+    """At most: a prefill chunk, or one row of every running request."""
+    return max(config.prefill_chunk_tokens, config.max_running)
+
+
+def without_pool(config: EngineConfig, demand: Demand, target: Target, context: int) -> MemoryPlan:
+    """Everything but the pool."""
+    item = ITEM_BYTES[demand.dtype]
+    rows = rows_of_a_pass(config)
+    captured = target.cuda_kernels and config.cuda_graphs
+    swaps = config.cpu_offload and config.preemption != "recompute"
+    return MemoryPlan(
+        target=target,
+        weights=demand.weights,
+        activations=activation_bytes(demand.model, item, rows, config.max_running),
+        scratch=scratch_bytes(demand.model, rows, context, target.cuda_kernels),
+        graphs=graph_bytes(demand.model, item, config.max_running, context) if captured else 0,
+        margin=_margin(target),
+        arena=config.max_cpu_offload_mb << 20 if swaps else 0,
+        num_blocks=0,
+        block_bytes=demand.layout.block_bytes,
+        block_size=demand.layout.block_size,
+        context=context,
+        reason="",
+    )
+
+
+def _with_pool(config: EngineConfig, demand: Demand, target: Target) -> MemoryPlan:
+    wished = config.max_context or demand.model.max_context
+    size = demand.layout.block_size
+    given = config.num_blocks or (None if config.max_cache is None else blocks_for(config.max_cache, size))
+    if given is not None:
+        plan = without_pool(config, demand, target, min(wished, given * size + 1))
+        return plan._replace(num_blocks=given, reason="num_blocks" if config.num_blocks else "max_cache")
+    if config.max_context is None:
+        wished = min(wished, max(2, largest_context(config, demand, target)))
+    plan = without_pool(config, demand, target, wished)
+    one = blocks_for(wished - 1, size)
+    room = pool_limit(config, demand, target, wished)
+    if target.gpu:
+        most, reason = one * config.max_running, "all that is left"
+    else:
+        share = int((target.free - plan.weights) * HOST_SHARE) // plan.block_bytes
+        most, reason = min(one * CONTEXTS_BY_DEFAULT, share), f"{HOST_SHARE:.0%} of the free memory"
+    if most >= one * CONTEXTS_BY_DEFAULT and room >= most:
+        reason = f"{most // one} contexts of {wished} tokens"
+    if config.max_context is not None:
+        blocks = max(one, min(most, room))
+    else:
+        blocks = min(most, room)
+    return plan._replace(num_blocks=blocks, context=min(wished, blocks * size + 1), reason=reason)
+
+
+def largest_context(config: EngineConfig, demand: Demand, target: Target) -> int:
+    """Tokens of the longest request that could run alone if the pool had all the rest; 0 when nothing fits."""
+    size, low, high = demand.layout.block_size, 0, blocks_for(demand.model.max_context, demand.layout.block_size)
+    while low < high:
+        blocks = (low + high + 1) // 2
+        plan = without_pool(config, demand, target, blocks * size)._replace(num_blocks=blocks)
+        low, high = (blocks, high) if plan.needed <= available(config, target) else (low, blocks - 1)
+    return min(low * size, demand.model.max_context)
+
+
+def pool_limit(config: EngineConfig, demand: Demand, target: Target, context: int) -> int:
+    """Blocks for which there is memory beside passes over contexts of that length."""
+    rest = without_pool(config, demand, target, max(2, context))
+    return max(0, available(config, target) - rest.needed) // demand.layout.block_bytes
+
+
+def _refusal(config: EngineConfig, demand: Demand, plan: MemoryPlan) -> str:
+    target = plan.target
+    parts = [
+        f"weights {mib(plan.weights)}",
+        f"activations {mib(plan.activations)}",
+        f"scratch {mib(plan.scratch)}",
+        f"a KV pool of {mib(max(plan.pool, plan.block_bytes))} ({max(1, plan.num_blocks):,} blocks of "
+        f"{plan.block_bytes:,} bytes)",
+    ]
+    if plan.graphs:
+        parts.append(f"captured steps {mib(plan.graphs)} (fewer with --max-running, none with --no-cuda-graphs)")
+    if plan.margin:
+        parts.append(f"a margin of {mib(plan.margin)}")
+    if plan.arena and not target.gpu:
+        parts.append(f"{mib(plan.arena)} for swapped requests (--max-cpu-offload-mb)")
+    needed = plan.needed + (plan.block_bytes if plan.num_blocks < 1 else 0)
+    fits = largest_context(config, demand, target)
+    pool = pool_limit(config, demand, target, fits) * demand.layout.block_size
+    hint = (
+        f"the largest context that would fit is {fits} tokens (--max-context), the largest pool {pool} (--max-cache)"
+        if fits
+        else "not even the smallest context would fit"
+    )
+    return (
+        f"it does not fit: {', '.join(parts)}: {mib(needed)} are needed, {mib(available(config, target))} are "
+        f"available on {target.name}; {hint}"
+    )
+
+
+def mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"

@@ -30,6 +30,12 @@ def most_partitions(visible: int) -> int:
     return int(num_partitions(np.minimum(visible, (4096, 16384, MAX_CONTEXT))).max())
 
 
+def workspace_bytes(rows: int, q_heads: int, head_dim: int, visible: int) -> int:
+    """What a pass over `rows` rows takes for rotated queries and for the partial sums of any context of up to `visible`
+    tokens, all fp32."""
+    return 4 * rows * q_heads * (head_dim + most_partitions(visible) * (head_dim + 2))
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """One specialisation of paged attention. Raises ValueError for what no kernel exists for, with what works."""

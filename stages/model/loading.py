@@ -79,7 +79,9 @@ class _Builder:
                 "one of the two is wrong"
             )
         device = self._ops.device
-        embedding = Int8Embedding(table, device) if isinstance(table, Int8Groups) else DenseEmbedding(table.to(device))
+        if isinstance(table, torch.Tensor):
+            table = table.to(device)  # Once: a tied head that is dense shares it.
+        embedding = Int8Embedding(table, device) if isinstance(table, Int8Groups) else DenseEmbedding(table)
         head = self._head(table if tied else self._table(HEAD))
         mode = self._key_bias.mode
         log_choices(mode, self._config, [layer.key_bias for layer in layers])

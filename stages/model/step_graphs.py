@@ -17,6 +17,14 @@ Compute = Callable[[torch.Tensor, AttentionBatch], torch.Tensor]
 """(token ids int32 [N] on the device, the rows) -> logits [N, vocab]. Never waits for the device."""
 
 
+def doublings(first: int, last: int) -> list[int]:
+    """The sizes of buckets: `first`, twice that and so on, and `last`."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(2 * sizes[-1])
+    return [min(size, last) for size in sizes]
+
+
 class _Step(NamedTuple):
     buffers: StepBuffers
     logits: torch.Tensor
@@ -37,6 +45,8 @@ class StepGraphs:
         self._capture = capture
         self._max_rows, self._max_context, self._smallest_context = max_rows, max_context, smallest_context
         self._steps: dict[tuple[int, int], _Step] = {}
+        self._logits: torch.Tensor | None = None
+        """[max_rows, vocab], for all graphs: memory of their pool that one holds on to is lost to the others."""
         self.replays = 0
 
     @property
@@ -62,7 +72,7 @@ class StepGraphs:
         buffers.fill(token_ids, batch)
         if step is None:
             logits = compute(buffers.token_ids, buffers.attention)
-            self._steps[key] = self._captured(buffers, compute)
+            self._steps[key] = self._captured(buffers, self._logits_like(logits), compute)
         else:
             step.graph.replay()
             self.replays += 1
@@ -71,14 +81,19 @@ class StepGraphs:
         batch.device_flags = None if flags is None else flags[: batch.num_rows]
         return logits[: batch.num_rows]
 
-    def _captured(self, buffers: StepBuffers, compute: Compute) -> _Step:
-        made: list[torch.Tensor] = []
-        graph = self._capture.capture(lambda: made.append(compute(buffers.token_ids, buffers.attention)))
-        return _Step(buffers, made[0], graph)
+    def _captured(self, buffers: StepBuffers, logits: torch.Tensor, compute: Compute) -> _Step:
+        def step() -> None:
+            logits.copy_(compute(buffers.token_ids, buffers.attention))
+
+        return _Step(buffers, logits, self._capture.capture(step))
+
+    def _logits_like(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._logits is None:
+            self._logits = logits.new_empty(self._max_rows, logits.shape[1])
+        return self._logits[: len(logits)]
 
     def _bucket(self, batch: AttentionBatch) -> tuple[int, int]:
-        rows = 1 << (batch.num_rows - 1).bit_length()
-        context = self._smallest_context
-        while context <= int(batch.positions.max()):
-            context *= 2
-        return min(rows, self._max_rows), min(context, self._max_context)
+        rows = next(size for size in doublings(1, self._max_rows) if size >= batch.num_rows)
+        longest = int(batch.positions.max())
+        contexts = doublings(self._smallest_context, self._max_context)
+        return rows, next(context for context in contexts if context > longest)

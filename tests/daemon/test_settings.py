@@ -66,6 +66,9 @@ def test_the_file_of_the_configuration_folder_is_read_when_no_other_is_named(tmp
     ("text", "words"),
     [
         ("max_quue = 5", ["max_quue is no setting", "did you mean max_queue?"]),
+        ("mem_fraction_static = 0.5", ["here it is called gpu_memory_fraction"]),
+        ("gpu_memory_fraction = 1.5", ["gpu_memory_fraction is 1.5", "at most 1.0", "settings.toml"]),
+        ("gpu_memory_fraction = nan", ["gpu_memory_fraction is nan"]),
         ("max-total-tokens = 5", ["here it is called max_cache"]),
         ("zzz = 5", ["zzz is no setting"]),
         ("max_queue = 'five'", ["max_queue is 'five'", "an integer"]),
@@ -148,6 +151,8 @@ def test_config_show_prints_values_and_sources(tmp_path):
         ("--max-queued-requests", "9", "max_queue", 9),
         ("--num-gpu-blocks-override", "9", "num_blocks", 9),
         ("--page-size", "32", "block_size", 32),
+        ("--mem-fraction-static", "0.5", "gpu_memory_fraction", 0.5),
+        ("--gpu-memory-utilization", "0.5", "gpu_memory_fraction", 0.5),
         ("--attention-backend", "reference", "attention", "reference"),
         ("--disable-radix-cache", None, "prefix_cache", False),
         ("--enable-prefix-caching", None, "prefix_cache", True),
