@@ -118,7 +118,7 @@ class StressRun:
             *self._smoke_checks(before, len(drive.outcomes)),
         ]
         counters = _difference(self.engine.host.decode.counters, before)
-        report = {
+        report: dict[str, Any] = {
             "kv_cache_dtype": self.engine.host.kv_format.name,
             "block_bytes": self.engine.host.plan.block_bytes,
             "checks": checks,
