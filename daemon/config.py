@@ -95,6 +95,11 @@ class EngineConfig:
         "again; recompute, never swap; auto, whichever is measured to be faster.",
         MODES,
     )
+    offload_unit: str = setting(
+        "request",
+        "What is swapped when a request must make room: all of it, or only as many of its blocks as are needed.",
+        ("request", "block"),
+    )
     victims: str = setting(
         "lru", "Who is swapped out first: the least recently active, the smallest, or the youngest.", VICTIMS
     )

@@ -149,6 +149,7 @@ class EngineHost:
                 max_running=config.max_running,
                 prefill_chunk_tokens=config.prefill_chunk_tokens,
                 victims=config.victims,
+                offload_unit=config.offload_unit,
                 quantum=config.residency_quantum,
                 max_parks=config.max_parks,
                 swap=can_swap,

@@ -149,13 +149,14 @@ class DecodeStage(Stage):
         self._deliver(outcomes)
 
     def _on_swap_out_done(self, message: SwapOutDone) -> None:
-        done = not message.error
+        was_parked = self._transfers.holds(message.rid)
         self._transfers.out(message)
-        alive = self._residency.swapped_out(message.rid, refused=not done)
-        if done and alive:
-            self._parked(message.rid)
-        elif done:
+        alive = self._residency.swapped_out(message.rid, refused=bool(message.error))
+        is_parked = self._transfers.holds(message.rid)
+        if is_parked and not alive:
             self._drop_payload(message.rid)
+        elif is_parked and not was_parked:
+            self._parked(message.rid)
 
     def _on_swap_in_done(self, message: SwapInDone) -> None:
         lost = bool(message.error)
@@ -185,7 +186,8 @@ class DecodeStage(Stage):
         self._maybe_snapshot()
         if self._draining and not self._residency.entries:
             self._stop_engine()
-        return bool(step.rows or step.moves.recomputed or step.moves.exhausted) and not self._waits_for_chunk()
+        again = any(made.recomputed or made.exhausted for made in (moves, step.moves))
+        return bool(step.rows or again) and not self._waits_for_chunk()
 
     def _waits_for_chunk(self) -> bool:
         return self._chunk_out and not self._overlap
@@ -223,10 +225,10 @@ class DecodeStage(Stage):
                 self._residency.stop_swapping()
         for rid in moves.swap_out:
             self._requests[rid].num_blocks = 0
-            self.send("offload", SwapOut(rid=rid, blocks=self._filled_blocks(rid)))
+            self.send("offload", SwapOut(rid=rid, blocks=self._blocks_at(rid, self._residency.entries[rid].leaving)))
         for rid in moves.swap_in:
             self._transfers.returning(rid, self._chunk_out)
-            self.send("offload", SwapIn(rid=rid, blocks=self._ledger.blocks(rid)))
+            self.send("offload", SwapIn(rid=rid, blocks=self._blocks_at(rid, self._residency.entries[rid].away)))
         for rid in moves.admitted:
             self._requests[rid].clock.admit()
             self._note_found(rid)
@@ -234,7 +236,10 @@ class DecodeStage(Stage):
                 self._unparked(rid)
         for rid in moves.recomputed:
             self.counters.requests_recomputed_total += 1
-            self._parked(rid)
+            if self._transfers.holds(rid):
+                self._drop_payload(rid)
+            else:
+                self._parked(rid)
         for rid in moves.exhausted:
             self.counters.requests_kv_exhausted_total += 1
             self._finish(rid, "kv_exhausted")
@@ -258,9 +263,9 @@ class DecodeStage(Stage):
             if self._residency.filled(rid, index):
                 request.num_blocks = 0
 
-    def _filled_blocks(self, rid: int) -> list[int]:
-        cached = self._residency.entries[rid].cached
-        return self._ledger.blocks(rid)[: blocks_for(cached, self._pool.layout.block_size)]
+    def _blocks_at(self, rid: int, places: list[int]) -> list[int]:
+        table = self._ledger.blocks(rid)
+        return [table[place] for place in places]
 
     def _sync_table(self, rid: int) -> None:
         request = self._requests[rid]

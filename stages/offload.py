@@ -1,4 +1,4 @@
-"""The offload stage: moves whole requests between the pool and host memory, as bytes."""
+"""The offload stage: moves blocks of requests between the pool and host memory, as bytes."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ class OffloadStage(Stage):
             self._arena.give_back(rows)
             self.send("decode", SwapOutDone(rid=message.rid, error=f"copy to the host failed: {error}"))
             return
-        self._payloads[message.rid] = rows
+        self._payloads.setdefault(message.rid, []).extend(rows)
         if self._verify:
-            self._checksums[message.rid] = self._row_checksums(message.blocks)
+            self._checksums.setdefault(message.rid, []).extend(self._row_checksums(message.blocks))
         self.send(
             "decode",
             SwapOutDone(
@@ -129,14 +129,14 @@ class OffloadStage(Stage):
         began = monotonic()
         rows = self._payloads[message.rid]
         error = ""
-        copies = self._arena.plan(message.blocks[: len(rows)], rows)
+        copies = self._arena.plan(message.blocks, rows)
         try:
             for copy in copies:
                 self._copy(self._pool[copy.block : copy.block + copy.count], self._arena.view(copy))
         except (RuntimeError, OSError) as failure:
             error = f"copy from the host failed: {failure}"
         if self._verify and not error:
-            before, after = self._checksums[message.rid], self._row_checksums(message.blocks[: len(rows)])
+            before, after = self._checksums[message.rid], self._row_checksums(message.blocks)
             if before != after:
                 error = f"{sum(a != b for a, b in zip(before, after, strict=True))} blocks came back changed"
         self._drop(message.rid)

@@ -63,7 +63,6 @@ class EngineCounters:
             self.kv_cpu_offload_rejected_total += message.rejected
             self.kv_cpu_offload_failed_total += not message.rejected
             return
-        self.requests_swapped_total += 1
         self.kv_cpu_offload_blocks_total += message.bytes // block_bytes
         self.kv_cpu_offload_bytes_total += message.bytes
         self.kv_cpu_offload_copies_total += message.copies

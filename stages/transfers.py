@@ -30,12 +30,17 @@ class Transfers:
         """A decode step or a prefill chunk begins."""
         self._begun += 1
 
+    def holds(self, rid: int) -> bool:
+        """Whether anything of the request is on the host."""
+        return rid in self._payloads
+
     def out(self, message: SwapOutDone) -> None:
         counters = self._counters
         counters.swapped_out(message, self._block_bytes)
         if message.error:
             return
-        self._payloads[message.rid] = message.bytes
+        counters.requests_swapped_total += message.rid not in self._payloads
+        self._payloads[message.rid] = self._payloads.get(message.rid, 0) + message.bytes
         counters.max_swapped_requests = max(counters.max_swapped_requests, len(self._payloads))
         counters.max_cpu_offload_bytes = max(counters.max_cpu_offload_bytes, self.bytes)
 

@@ -41,6 +41,10 @@ class Entry:
     """In PREFILL: store this many, then sample."""
     cached: int = 0
     """Tokens whose keys and values are stored."""
+    leaving: list[int] = field(default_factory=list)
+    """In SWAPPING_OUT: places in its table of the blocks that are being copied."""
+    away: list[int] = field(default_factory=list)
+    """Places in its table of the blocks that are on the host, in the order in which they went there."""
     state_before_swap: State = State.PREFILL
     last_active: int = 0
     """Turn in which it last ran."""
@@ -70,7 +74,7 @@ class ResidencyConfig:
     """Bounds of the policy."""
 
     max_running: int = 64
-    """Requests that hold blocks at the same time."""
+    """Requests that run, or are on their way, at the same time."""
     prefill_chunk_tokens: int = 256
     victims: str = "lru"
     """Who moves out first among equals in priority: lru, smallest or youngest."""
@@ -78,6 +82,8 @@ class ResidencyConfig:
     """Tokens that a residency yields before the request may be made a victim."""
     max_parks: int = 8
     """A request that was preempted this often comes back with blocks for its whole length, so it never is again."""
+    offload_unit: str = "request"
+    """request: a victim moves out as a whole. block: as many of its blocks as are needed, the earliest ones first."""
     watermark_blocks: int = 1
     """Kept free beside a resumed request while others run, so that the next token does not push it out again."""
     swap: bool = True
@@ -103,7 +109,7 @@ class Moves(NamedTuple):
     admitted: list[int]
     """Newly in PREFILL with their blocks."""
     recomputed: list[int]
-    """Lost their blocks; waiting again."""
+    """Lost their blocks, and what they had on the host; waiting again."""
     exhausted: list[int]
     """Cannot grow and nothing can be moved: to be ended with what they have."""
 

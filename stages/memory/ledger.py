@@ -9,6 +9,9 @@ import numpy as np
 
 from deepinfer.stages.memory.prefix import PrefixTree
 
+HOLE = -1
+"""In a table: this block is on the host."""
+
 
 class LedgerError(RuntimeError):
     """The books do not add up: a bug, never a user's mistake."""
@@ -31,6 +34,8 @@ class BlockLedger:
         """None: nothing is shared."""
         self._free = list(range(num_blocks))
         self._held: dict[int, list[int]] = {}
+        self._holes: dict[int, int] = {}
+        """How many of them a table has, if any."""
         self._references = [0] * num_blocks
 
     @property
@@ -56,14 +61,20 @@ class BlockLedger:
         return len(self._held)
 
     def held(self, rid: int) -> int:
-        return len(self._held.get(rid, ()))
+        return len(self._held.get(rid, ())) - self._holes.get(rid, 0)
 
     def exclusive(self, rid: int) -> int:
         """Blocks that become available when `rid` lets go of them: those that no other request holds."""
-        return sum(self._references[block] == 1 for block in self._held.get(rid, ()))
+        return len(self.exclusive_indices(rid))
+
+    def exclusive_indices(self, rid: int) -> list[int]:
+        """Their places in the table of `rid`, ascending."""
+        table = self._held.get(rid, ())
+        return [index for index, block in enumerate(table) if block != HOLE and self._references[block] == 1]
 
     def blocks(self, rid: int) -> list[int]:
-        """The block table of a request, in context order. A copy: the ledger's own list never leaves it."""
+        """The block table of a request, in context order, with a HOLE for every block that was lifted out of it. A
+        copy: the ledger's own list never leaves it."""
         return list(self._held.get(rid, ()))
 
     def block(self, rid: int, index: int) -> int:
@@ -74,6 +85,30 @@ class BlockLedger:
 
         Raises LedgerError when fewer are available: the policy asks before it allocates.
         """
+        new = self._allocate(rid, count)
+        self._held.setdefault(rid, []).extend(new)
+        return new
+
+    def lift(self, rid: int, indices: Sequence[int]) -> None:
+        """Let go of these blocks of a table, and leave holes. The prefix tree forgets them and what follows them:
+        whoever holds a block of the tree must hold all before it."""
+        table = self._held[rid]
+        for index in indices:
+            block = table[index]
+            if self.tree is not None and block in self.tree:
+                for idle in self.tree.forget(block):
+                    heapq.heappush(self._free, idle)
+            table[index] = HOLE
+            self._let_go(block)
+        self._holes[rid] = self._holes.get(rid, 0) + len(indices)
+
+    def refill(self, rid: int) -> None:
+        """A new block for every hole. Raises LedgerError when fewer are available."""
+        new = iter(self._allocate(rid, self._holes.pop(rid, 0)))
+        table = self._held.get(rid, [])
+        table[:] = [next(new) if block == HOLE else block for block in table]
+
+    def _allocate(self, rid: int, count: int) -> list[int]:
         if count > self.available:
             raise LedgerError(f"request {rid} was given {count} blocks of {self.available} available ones")
         while len(self._free) < count and self.tree is not None:
@@ -81,7 +116,6 @@ class BlockLedger:
         new = [heapq.heappop(self._free) for _ in range(count)]
         for block in new:
             self._references[block] = 1
-        self._held.setdefault(rid, []).extend(new)
         return new
 
     def share(self, rid: int, blocks: Sequence[int]) -> None:
@@ -112,7 +146,8 @@ class BlockLedger:
 
     def release(self, rid: int) -> int:
         """Let go of every block of `rid`. Idempotent; returns how many there were."""
-        blocks = self._held.pop(rid, [])
+        blocks = [block for block in self._held.pop(rid, []) if block != HOLE]
+        self._holes.pop(rid, None)
         # The end of a chain goes first, so that it is the first to be evicted.
         for block in reversed(blocks):
             self._let_go(block)
@@ -137,7 +172,8 @@ class BlockLedger:
         holders = np.zeros(self.num_blocks, dtype=np.int64)
         for blocks in self._held.values():
             for block in blocks:
-                holders[block] += 1
+                if block != HOLE:
+                    holders[block] += 1
         free = np.zeros(self.num_blocks, dtype=np.int64)
         for block in self._free:
             free[block] += 1

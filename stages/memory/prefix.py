@@ -117,10 +117,20 @@ class PrefixTree:
             return node.block
         raise LookupError("no idle leaf to evict")
 
+    def forget(self, block: int) -> list[int]:
+        """Take this block and all that follow it out of the tree. Returns those of them that were idle."""
+        doomed = {self._key_of[block]: self._nodes[self._key_of[block]]}
+        for key, node in self._nodes.items():  # A parent was always inserted before its children.
+            if node.parent in doomed:
+                doomed[key] = node
+        for node in reversed(doomed.values()):
+            self._remove(node)
+        return [node.block for node in doomed.values() if node.idle]
+
     def _remove(self, node: _Node) -> None:
         del self._nodes[node.key]
         del self._key_of[node.block]
-        self.num_idle -= 1
+        self.num_idle -= node.idle
         if node.parent is not None:
             parent = self._nodes[node.parent]
             parent.children -= 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, ResidencyConfig, State, Step
+from deepinfer.stages.memory.entries import IN_TRANSFER, RUNNING, Chunk, Entry, Moves, ResidencyConfig, State, Step
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
 
@@ -77,7 +77,7 @@ class Residency:
         outside = sorted(self._outside(), key=self._queue_order)
         if not outside:
             return moves
-        residents = self.ledger.holders
+        residents = self.ledger.holders - sum(self.ledger.held(e.rid) > 0 for e in self._in_state(State.SWAPPED))
         growth = self._growth_demand()
         for entry in outside:
             if residents >= self.config.max_running:
@@ -86,8 +86,7 @@ class Residency:
                 self._bring_in(entry, moves)
                 residents += 1
                 continue
-            if self._may_preempt(entry):
-                self._make_room(entry, self._room(entry, growth, residents), moves)
+            self._make_room(entry, self._room(entry, growth, residents), moves)
             break
         return moves
 
@@ -97,7 +96,7 @@ class Residency:
         stalled: list[Entry] = []
         moves = Moves([], [], [], [], [])
         for entry in sorted(self._in_state(State.DECODE), key=lambda e: e.seniority):
-            short = blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid)
+            short = self._growth(entry)
             if short <= self.ledger.available:
                 if short > 0:
                     self.ledger.grow(entry.rid, short)
@@ -160,13 +159,18 @@ class Residency:
             self._forget(entry)
             return False
         if refused:
-            entry.state = entry.state_before_swap
+            entry.state = State.SWAPPED if entry.away else entry.state_before_swap
             entry.swap_refused = True
             self._claimant = None
         else:
-            self.ledger.release(rid)
+            if self._leaves_wholly(entry):
+                self.ledger.release(rid)
+            else:
+                self.ledger.lift(rid, entry.leaving)
             entry.state = State.SWAPPED
-            entry.parks += 1
+            entry.parks += not entry.away
+            entry.away += entry.leaving
+        entry.leaving = []
         return True
 
     def swapped_in(self, rid: int, failed: bool = False) -> bool:
@@ -180,6 +184,7 @@ class Residency:
             self._forget(entry)
             return False
         entry.state = entry.state_before_swap
+        entry.away = []
         if failed:
             self._recompute(entry)
         return True
@@ -235,7 +240,7 @@ class Residency:
     def _cost(self, entry: Entry) -> int:
         """Available blocks that bringing it in uses up: blocks that others hold already cost nothing."""
         known = self._known_blocks(entry)
-        return self._blocks_wanted(entry) - len(known) + self.ledger.idle_among(known)
+        return self._blocks_wanted(entry) - self.ledger.held(entry.rid) - len(known) + self.ledger.idle_among(known)
 
     def _room(self, entry: Entry, growth: int, residents: int) -> int:
         """Free blocks, less what running requests need for their next token, less the watermark for parked ones."""
@@ -243,15 +248,17 @@ class Residency:
         return room - self.config.watermark_blocks if entry.parks and residents else room
 
     def _growth_demand(self) -> int:
-        return sum(
-            max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid))
-            for entry in self._in_state(State.DECODE)
-        )
+        return sum(self._growth(entry) for entry in self._in_state(State.DECODE))
+
+    def _growth(self, entry: Entry) -> int:
+        """Blocks that a decoding request lacks for its next token."""
+        return max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid))
 
     def _bring_in(self, entry: Entry, moves: Moves) -> None:
         known = self._known_blocks(entry)
         self.ledger.share(entry.rid, known)
-        self.ledger.grow(entry.rid, self._blocks_wanted(entry) - len(known))
+        self.ledger.refill(entry.rid)
+        self.ledger.grow(entry.rid, self._blocks_wanted(entry) - self.ledger.held(entry.rid))
         entry.yielded = 0
         entry.last_active = self._turn
         if self._claimant == entry.rid:
@@ -271,27 +278,53 @@ class Residency:
         is never thrown away for it."""
         if entry.parks or not self.swap:
             return False
-        return not any(other.parks for other in self._outside())
+        return not any(e.parks for e in self._outside()) and not any(e.away for e in self._in_state(State.SWAPPING_OUT))
 
     def _can_swap(self, victim: Entry) -> bool:
         return self.swap and not victim.swap_refused
 
-    def _make_room(self, newcomer: Entry, room: int, moves: Moves) -> None:
-        short = self._cost(newcomer) - room - self._arriving_blocks()
-        victims = [victim for victim in self._victims(newcomer) if self._can_swap(victim)]
-        if short <= 0 or sum(self.ledger.exclusive(victim.rid) for victim in victims) < short:
+    def _make_room(self, entry: Entry, room: int, moves: Moves) -> None:
+        """For the first one in the queue: of what parked requests still hold, and for a newcomer also by pushing others
+        out. Only if that is enough."""
+        short = self._cost(entry) - room - self._arriving_blocks()
+        if short <= 0:
             return
-        self._claimant = newcomer.rid
-        for victim in victims:
-            if short <= 0:
-                return
-            short -= self.ledger.exclusive(victim.rid)
-            self._start_swap_out(victim, moves)
+        leftovers = self._leftovers(entry)
+        victims = leftovers + (self._victims(entry) if self._may_preempt(entry) else [])
+        able = [victim for victim in victims if self._can_swap(victim)]
+        if sum(self.ledger.exclusive(victim.rid) for victim in able) >= short:
+            self._claimant = entry.rid
+            for victim in able:
+                if short > 0:
+                    short -= self._start_swap_out(victim, moves, short)
+        elif leftovers and self._nothing_runs():
+            self._clear(leftovers[0], moves)
+
+    def _leftovers(self, wanting: Entry) -> list[Entry]:
+        """Parked requests that still hold blocks. The one that will come back last is asked first."""
+        parked = [e for e in self._in_state(State.SWAPPED) if e is not wanting and self.ledger.held(e.rid)]
+        return sorted(parked, key=self._queue_order, reverse=True)
+
+    def _clear(self, parked: Entry, moves: Moves, short: int | None = None) -> None:
+        """What a parked request still holds is needed: it moves out, or it is computed again."""
+        if self._can_swap(parked):
+            self._start_swap_out(parked, moves, short)
+        elif self.config.recompute:
+            self._recompute(parked)
+            moves.recomputed.append(parked.rid)
+        else:
+            moves.exhausted.append(parked.rid)
+
+    def _nothing_runs(self) -> bool:
+        return not self._in_state(*RUNNING, *IN_TRANSFER) and not any(entry.ended for entry in self.entries.values())
 
     def _arriving_blocks(self) -> int:
         """Blocks that swaps under way will free."""
-        leaving = (e for e in self.entries.values() if e.state is State.SWAPPING_OUT or e.ended)
-        return sum(self.ledger.exclusive(entry.rid) for entry in leaving)
+        return sum(
+            self.ledger.exclusive(entry.rid) if entry.ended or self._leaves_wholly(entry) else len(entry.leaving)
+            for entry in self.entries.values()
+            if entry.ended or entry.state is State.SWAPPING_OUT
+        )
 
     def _victims(self, wanting: Entry, forced: bool = False) -> list[Entry]:
         """Who may be moved out for `wanting`, the best victim first: the lowest priority, then as `config.victims`
@@ -318,27 +351,54 @@ class Residency:
         senior = stalled[0]
         if self._arriving_blocks():
             return
-        victims = self._victims(senior)
+        short = sum(self._growth(entry) for entry in stalled) - self.ledger.available
         nothing_moves = not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN)
+        leftovers = self._leftovers(senior)
+        if leftovers and (self._can_swap(leftovers[0]) or self.config.recompute or nothing_moves):
+            self._clear(leftovers[0], moves, short)
+            return
+        victims = self._victims(senior)
         if not victims and nothing_moves:
             victims = self._victims(senior, forced=True)
         swappable = [victim for victim in victims if self._can_swap(victim)]
         if swappable:
-            self._start_swap_out(swappable[0], moves)
+            victim = swappable[0]
+            self._start_swap_out(victim, moves, short - self._growth(victim) if victim in stalled else short)
         elif victims and self.config.recompute:
+            victims[0].parks += 1
             self._recompute(victims[0])
             moves.recomputed.append(victims[0].rid)
         elif nothing_moves:
             moves.exhausted.append(stalled[-1].rid)
 
-    def _start_swap_out(self, victim: Entry, moves: Moves) -> None:
-        victim.state_before_swap = victim.state
+    def _start_swap_out(self, victim: Entry, moves: Moves, short: int | None = None) -> int:
+        """Move out what frees `short` blocks, or everything. Returns how many that frees."""
+        freed = self._choose_leaving(victim, short)
+        if victim.state is not State.SWAPPED:
+            victim.state_before_swap = victim.state
         victim.state = State.SWAPPING_OUT
         moves.swap_out.append(victim.rid)
+        return freed
+
+    def _choose_leaving(self, victim: Entry, short: int | None) -> int:
+        """The earliest full blocks that no other request holds; everything when they are too few, and when a prompt is
+        not computed yet: what it has not filled would only lie there."""
+        held = self.ledger.exclusive_indices(victim.rid)
+        cold = [index for index in held if index < victim.cached // self.block_size]
+        in_part = self.config.offload_unit == "block" and victim.cached >= victim.target
+        if in_part and short is not None and short <= len(cold) and short < len(held):
+            victim.leaving = cold[:short]
+            return short
+        away = set(victim.away)
+        victim.leaving = [i for i in range(blocks_for(victim.cached, self.block_size)) if i not in away]
+        return len(held)
+
+    def _leaves_wholly(self, entry: Entry) -> bool:
+        return len(entry.away) + len(entry.leaving) == blocks_for(entry.cached, self.block_size)
 
     def _recompute(self, entry: Entry) -> None:
         self.ledger.release(entry.rid)
         entry.swap_refused = False
+        entry.away = []
         entry.state = State.WAITING
         entry.cached = entry.target = 0
-        entry.parks += 1

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from deepinfer.stages.memory.entries import RUNNING, ResidencyConfig, State
-from deepinfer.stages.memory.ledger import BlockLedger, LedgerError
+from deepinfer.stages.memory.ledger import HOLE, BlockLedger, LedgerError
 from deepinfer.stages.memory.prefix import PrefixTree, chain_keys, root_key
 from deepinfer.stages.memory.residency import Residency
+from deepinfer.stages.memory.sizes import blocks_for
 
 BLOCK = 4
+NOTHING = -1
 
 
 @dataclass
@@ -38,11 +40,15 @@ class Simulation:
         self.wanted: dict[int, int] = {}
         self.produced: dict[int, int] = {}
         self.finished: dict[int, str] = {}
-        self.transfers: list[tuple[int, str, int]] = []
-        self.payloads: dict[int, int] = {}
+        self.transfers: list[tuple[int, str, int, list[int]]] = []
+        self.memory = np.full((self.num_blocks, BLOCK), NOTHING)
+        """The tokens whose keys and values a block would hold."""
+        self.payloads: dict[int, list[np.ndarray]] = {}
         self.chunks: list = []
         self.content: dict[int, bytes] = {}
         self.swaps = 0
+        self.refusals = self.recomputed = 0
+        self.in_part = 0
         self.residencies: dict[int, int] = {}
         self.max_parks_seen = 0
 
@@ -62,8 +68,11 @@ class Simulation:
             return
         self.finished[rid] = "cancelled"
         if state is State.SWAPPED:
-            del self.payloads[rid]
-            self.policy.payload_dropped()
+            self._drop(rid)
+
+    def _drop(self, rid: int) -> None:
+        del self.payloads[rid]
+        self.policy.payload_dropped()
 
     def turn(self) -> None:
         self._finish_transfers()
@@ -74,6 +83,7 @@ class Simulation:
         for rid in step.rows:
             entry = self.policy.entries[rid]
             assert self.ledger.held(rid) * BLOCK >= entry.cached + 1
+            self._store(rid, entry.cached, 1)
             self.policy.stepped(rid)
             self._register(rid)
             self._produce(rid)
@@ -82,18 +92,45 @@ class Simulation:
 
     def _moves(self, moves) -> None:
         for rid in (*moves.swap_out, *moves.recomputed):
-            self._note_departure(rid)
+            if rid not in self.payloads:
+                self._note_departure(rid)
+        self.recomputed += len(moves.recomputed)
+        for rid in moves.recomputed:
+            if rid in self.payloads:
+                self._drop(rid)
         for rid in moves.swap_out:
-            self.transfers.append((self.random.randint(0, self.slow), "out", rid))
+            leaving = self.policy.entries[rid].leaving
+            self.in_part += 0 < len(leaving) < blocks_for(self.policy.entries[rid].cached, BLOCK)
+            self._begin_transfer("out", rid, leaving)
         for rid in moves.swap_in:
             self._note_return(rid)
-            self.transfers.append((self.random.randint(0, self.slow), "in", rid))
+            self._begin_transfer("in", rid, self.policy.entries[rid].away)
         for rid in moves.admitted:
             self._note_return(rid)
             self.found_tokens += self.policy.entries[rid].cached
         for rid in moves.exhausted:
-            self.policy.end(rid)
+            self.cancel(rid)
             self.finished[rid] = "kv_exhausted"
+
+    def _begin_transfer(self, direction: str, rid: int, places: list[int]) -> None:
+        table = self.ledger.blocks(rid)
+        blocks = [table[place] for place in places]
+        assert HOLE not in blocks
+        if direction == "in":
+            assert HOLE not in table
+            self.memory[blocks] = NOTHING
+        self.transfers.append((self.random.randint(0, self.slow), direction, rid, blocks))
+
+    def _store(self, rid: int, first: int, count: int) -> None:
+        table = self.ledger.blocks(rid)
+        for position in range(first, first + count):
+            self.memory[table[position // BLOCK], position % BLOCK] = self.tokens[rid][position]
+
+    def _check_memory(self, rid: int) -> None:
+        """What a request has stored is its own tokens, wherever it has been meanwhile."""
+        cached = self.policy.entries[rid].cached
+        stored = self.memory[self.ledger.blocks(rid)].reshape(-1)[:cached]
+        assert stored.tolist() == self.tokens[rid][:cached].tolist()
 
     def _note_departure(self, rid: int) -> None:
         """Whoever had its turn in DECODE has produced something there."""
@@ -107,29 +144,38 @@ class Simulation:
 
     def _finish_transfers(self) -> None:
         pending, self.transfers = self.transfers, []
-        for left, direction, rid in pending:
+        for left, direction, rid, blocks in pending:
             if left > 0:
-                self.transfers.append((left - 1, direction, rid))
+                self.transfers.append((left - 1, direction, rid, blocks))
             elif direction == "out":
-                self._out_done(rid)
+                self._out_done(rid, blocks)
             else:
-                del self.payloads[rid]
-                self.policy.swapped_in(rid)
+                self._in_done(rid, blocks)
 
-    def _out_done(self, rid: int) -> None:
-        blocks = self.ledger.held(rid)
-        if sum(self.payloads.values()) + blocks > self.host_blocks or self.random.random() < self.copy_failures:
-            self.policy.swapped_out(rid, refused=True)
-            return
-        self.swaps += 1
-        if self.policy.swapped_out(rid):
-            self.payloads[rid] = blocks
-        else:
-            self.policy.payload_dropped()
+    def _out_done(self, rid: int, blocks: list[int]) -> None:
+        on_host = sum(len(rows) for rows in self.payloads.values())
+        refused = on_host + len(blocks) > self.host_blocks or self.random.random() < self.copy_failures
+        self.refusals += refused
+        if not refused:
+            self.swaps += 1
+            self.payloads.setdefault(rid, []).extend(self.memory[blocks])
+        alive = self.policy.swapped_out(rid, refused)
+        if not alive and rid in self.payloads:
+            self._drop(rid)
+
+    def _in_done(self, rid: int, blocks: list[int]) -> None:
+        failed = self.random.random() < self.copy_failures
+        self.refusals += failed
+        if not failed and blocks:
+            self.memory[blocks] = self.payloads[rid]
+        del self.payloads[rid]
+        if self.policy.swapped_in(rid, failed) and not failed:
+            self._check_memory(rid)
 
     def _finish_chunks(self) -> None:
         chunks, self.chunks = self.chunks, []
         for chunk in chunks:
+            self._store(chunk.rid, chunk.start, chunk.count)
             alive = self.policy.chunk_done(chunk.rid, chunk.count)
             if alive:
                 self._register(chunk.rid)
@@ -151,6 +197,7 @@ class Simulation:
     def _produce(self, rid: int) -> None:
         self.produced[rid] += 1
         if self.produced[rid] == self.wanted[rid]:
+            self._check_memory(rid)
             self.policy.end(rid)
             self.finished[rid] = "length"
 
@@ -168,7 +215,8 @@ class Simulation:
 
     def work_done(self) -> tuple:
         cached = sum(entry.cached for entry in self.policy.entries.values())
-        return (sum(self.produced.values()), len(self.finished), cached, self.swaps, len(self.transfers))
+        moved = (self.swaps, self.refusals, self.recomputed, len(self.transfers), len(self.policy.entries))
+        return (sum(self.produced.values()), len(self.finished), cached, *moved)
 
 
 def turn_until(simulation: Simulation, condition) -> None:
@@ -198,28 +246,41 @@ def test_the_reference_smoke_swaps_and_resumes_once_a_round():
     assert_all_returned(simulation)
 
 
-POLICIES = ["swap", "recompute", "small host", "failing copies", "sharing", "sharing and recompute"]
+POLICIES = [
+    "swap",
+    "recompute",
+    "small host",
+    "failing copies",
+    "sharing",
+    "sharing and recompute",
+    "by block",
+    "by block, small host",
+    "by block, failing copies",
+    "by block, sharing",
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_ends_with_all_its_tokens_in_pools_barely_larger_than_one(policy):
-    found = 0
-    for seed in range(400):
+    """10,000 runs over all policies."""
+    found = in_part = 0
+    for seed in range(1000):
         rng = random.Random(seed)
         blocks = rng.randint(4, 12)
         longest = int(blocks * BLOCK / 1.2)
         config = ResidencyConfig(
             swap="recompute" not in policy,
+            offload_unit="block" if "by block" in policy else "request",
             prefill_chunk_tokens=rng.choice([3, 8, 64]),
             quantum=rng.choice([1, 4]),
             max_parks=rng.choice([1, 3]),
         )
         simulation = Simulation(blocks, seed, config, sharing="sharing" in policy)
-        if policy == "small host":
+        if "small host" in policy:
             simulation.host_blocks = blocks // 2
-        if policy == "failing copies":
+        if "failing copies" in policy:
             simulation.copy_failures = 0.5
-        for rid in range(rng.randint(2, 10)):
+        for rid in range(rng.randint(2, 6)):
             prompt = rng.randint(1, longest - 2)
             simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]), rid % 2)
             for _ in range(rng.randint(0, 4)):
@@ -230,14 +291,18 @@ def test_every_request_ends_with_all_its_tokens_in_pools_barely_larger_than_one(
         assert simulation.max_parks_seen <= config.max_parks
         assert_all_returned(simulation)
         found += simulation.found_tokens
+        in_part += simulation.in_part
     assert (found > 0) == ("sharing" in policy)
+    assert (in_part > 0) == ("by block" in policy)
 
 
-def test_cancels_in_every_state_give_every_block_and_payload_back():
+@pytest.mark.parametrize("offload_unit", ["request", "block"])
+def test_cancels_in_every_state_give_every_block_and_payload_back(offload_unit):
     seen: set[State] = set()
+    config = ResidencyConfig(prefill_chunk_tokens=5, quantum=1, offload_unit=offload_unit)
     for seed in range(300):
         rng = random.Random(seed)
-        simulation = Simulation(8, seed, ResidencyConfig(prefill_chunk_tokens=5, quantum=1))
+        simulation = Simulation(8, seed, config, sharing=seed % 2 == 1)
         for rid in range(8):
             simulation.submit(rid, rng.randint(1, 12), rng.randint(1, 14))
         for _ in range(60):
@@ -259,6 +324,47 @@ def test_without_swap_and_recompute_one_request_ends_exhausted_and_the_others_fi
     simulation.run(500)
     assert sorted(simulation.finished.values()) == ["kv_exhausted", "length"]
     assert simulation.finished[0] == "length", "the senior one is the one that stays"
+    assert_all_returned(simulation)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 1, 3, 100])
+def test_without_recompute_a_request_that_is_partly_on_a_full_host_never_blocks_the_others(host_blocks):
+    ends: set[str] = set()
+    for seed in range(150):
+        rng = random.Random(seed)
+        config = ResidencyConfig(offload_unit="block", recompute=False, quantum=1, max_parks=3)
+        simulation = Simulation(8, seed, config, host_blocks, sharing=seed % 2 == 1)
+        for rid in range(5):
+            simulation.submit(rid, rng.randint(1, 16), rng.randint(1, 16), rng.choice([0, 0, 1]))
+            simulation.turn()
+        simulation.run(2000)
+        ends |= set(simulation.finished.values())
+        assert_all_returned(simulation)
+    assert "length" in ends
+    assert ("kv_exhausted" in ends) == (host_blocks < 100)
+
+
+def test_only_as_many_blocks_go_as_are_needed_the_earliest_full_ones_first_and_all_come_back_together():
+    """Four blocks of one request and a half-filled fifth fill the pool; then the other one needs two more."""
+    config = ResidencyConfig(offload_unit="block", quantum=1, watermark_blocks=0)
+    simulation = Simulation(7, config=config, slow=0)
+    simulation.submit(0, prompt=7, new=8, priority=1)
+    simulation.submit(1, prompt=17, new=3)
+    turn_until(simulation, lambda: simulation.policy.entries[1].state is State.SWAPPING_OUT)
+    parked = simulation.policy.entries[1]
+    assert parked.leaving == [0]
+    turn_until(simulation, lambda: parked.state is State.SWAPPED)
+    table = simulation.ledger.blocks(1)
+    assert parked.away == [0]
+    assert table[0] == HOLE
+    assert HOLE not in table[1:]
+    turn_until(simulation, lambda: parked.state is State.SWAPPING_OUT)
+    assert parked.leaving == [1], "the one that is parked already gives more before anyone else does"
+    turn_until(simulation, lambda: parked.state is State.SWAPPING_IN)
+    assert parked.away == [0, 1]
+    assert parked.parks == 1
+    simulation.run(100)
+    assert list(simulation.finished.items()) == [(0, "length"), (1, "length")]
     assert_all_returned(simulation)
 
 
@@ -310,7 +416,6 @@ def test_a_parked_request_comes_back_only_when_the_watermark_stays_free_beside_o
     moves = simulation.policy.moves()
     simulation.policy._start_swap_out(entry, moves)
     simulation.policy.swapped_out(0)
-    simulation.payloads[0] = 2
     simulation.submit(1, prompt=9, new=2, priority=1)
     moves = simulation.policy.moves()
     assert moves.admitted == [1]
