@@ -9,8 +9,9 @@ from deepinfer.daemon.engine import Engine
 from deepinfer.stages.memory.entries import State
 
 
-def force_swaps(engine: Engine, when: Callable[[Any], bool]) -> list[int]:
-    """Swap out every running request for which `when(entry)` holds, in the decode thread, between two steps."""
+def force_swaps(engine: Engine, when: Callable[[Any], bool], blocks: int | None = None) -> list[int]:
+    """Swap out every running request for which `when(entry)` holds, in the decode thread, between two steps: all of it,
+    or under `--offload-unit block` only so many of its blocks."""
     residency = engine.host.residency
     original = residency.moves
     swapped: list[int] = []
@@ -20,7 +21,7 @@ def force_swaps(engine: Engine, when: Callable[[Any], bool]) -> list[int]:
         for entry in list(residency.entries.values()):
             if entry.state in (State.DECODE, State.PREFILL) and not entry.locked and when(entry):
                 swapped.append(entry.rid)
-                residency._start_swap_out(entry, decided)
+                residency._start_swap_out(entry, decided, blocks)
         return decided
 
     residency.moves = moves
