@@ -17,6 +17,7 @@ from rich.table import Table
 from deepinfer.clients import Client, DeepInferError
 from deepinfer.daemon.runtime_folder import CONNECTION_FILE, is_locked
 from deepinfer.daemon.topology import two_processes
+from deepinfer.stages.preemption import describe_choice
 
 CONTROL_SECONDS = 3.0
 STOP_SECONDS = 30.0
@@ -106,15 +107,9 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"{counters.get('requests_recomputed_total', 0)} recomputed; "
             f"{counters.get('prefetch_hits_total', 0)} came back while others were computed",
         ),
-        ("preemption", _preemption(status["preemption"])),
+        ("preemption", describe_choice(status["preemption"])),
         ("tokens", f"{counters.get('generation_tokens_total', 0):,} generated"),
     ]
-
-
-def _preemption(choice: dict[str, Any]) -> str:
-    if "mode" not in choice:
-        return "-"
-    return f"{choice['mode']}: {choice['chosen'] or 'undecided'} ({choice['reason']})"
 
 
 def stop_daemon(folder: Path, now: bool) -> tuple[int, str]:

@@ -19,6 +19,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 VICTIMS = ("lru", "smallest", "youngest")
+OFFLOAD_UNITS = ("request", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ class EngineConfig:
     offload_unit: str = setting(
         "request",
         "What is swapped when a request must make room: all of it, or only as many of its blocks as are needed.",
-        ("request", "block"),
+        OFFLOAD_UNITS,
     )
     victims: str = setting(
         "lru", "Who is swapped out first: the least recently active, the smallest, or the youngest.", VICTIMS

@@ -50,6 +50,8 @@ def stress_format(config: StressConfig, kv_format: str, settings: dict[str, Any]
     fixed: dict[str, Any] = {
         "num_blocks": config.num_blocks,
         "block_size": config.block_size,
+        "preemption": config.preemption,
+        "offload_unit": config.offload_unit,
         "max_cpu_offload_mb": config.max_cpu_offload_mb,
         "kv_cache_dtype": kv_format,
         "batch_invariant": True,
@@ -128,6 +130,7 @@ class StressRun:
             "rss_growth_bytes": growth,
             "faults": vars(self.copies.faults),
             "counters": counters,
+            "preemption": self.engine.host.decode.preemption.as_dict(),
             "copies": copy_report(counters, self.copies, self.plain),
             "latency": latency_report(drive.outcomes),
         }

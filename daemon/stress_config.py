@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepinfer.daemon.config import ConfigError, EngineConfig, setting
+from deepinfer.daemon.config import OFFLOAD_UNITS, ConfigError, EngineConfig, setting
+from deepinfer.stages.preemption import MODES
 from deepinfer.daemon.setting import from_text, settings_of
 
 SCENARIOS = ("random", "smoke")
@@ -36,6 +37,8 @@ class StressConfig:
     request_blocks: str | None = setting(None, "LEAST:MOST blocks of a request. [default: a quarter to all of them]")
     new_tokens: str = setting("4:32", "LEAST:MOST new tokens of a request; its prompt is the rest of its blocks.")
     pause: float = setting(0.005, "Mean seconds between the requests of one client.")
+    preemption: str = setting("swap", "How requests make room, as `start` has it.", MODES)
+    offload_unit: str = setting("request", "What of a request is swapped, as `start` has it.", OFFLOAD_UNITS)
     max_cpu_offload_mb: int = setting(256, "Host memory for swapped requests, in MiB.")
     host_blocks: int | None = setting(None, "Leave only this many blocks of the host memory; 0 is legal.")
     cancel: float = setting(0.0, "Rate of requests that their client cancels, at a random moment.")
@@ -58,8 +61,9 @@ class StressConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         for name in ("cancel", "failed_copies", "corrupt_copies"):
             _check_rate(name, getattr(self, name))
-        if self.scenario not in SCENARIOS:
-            raise ConfigError(f"scenario is {self.scenario!r}; it must be one of: {', '.join(SCENARIOS)}")
+        for name, known in (("scenario", SCENARIOS), ("preemption", MODES), ("offload_unit", OFFLOAD_UNITS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of: {', '.join(known)}")
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConfigError(f"host_blocks is {self.host_blocks}; it must be 0 or more")
         if self.scenario == "smoke" and self.num_blocks * self.block_size <= SMOKE_NEW_TOKENS:

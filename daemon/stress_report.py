@@ -10,6 +10,7 @@ import click
 
 from deepinfer.daemon.stress_client import Outcome
 from deepinfer.daemon.stress_copies import Direction, PlainCopies, StressCopies
+from deepinfer.stages.preemption import describe_choice
 
 SHOWN_FAILURES = 5
 
@@ -109,6 +110,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{counters['kv_cpu_offload_failed_total']} failed, {counters['kv_cpu_offload_rejected_total']} rejected; "
             f"at most {latency['most_parks']} parks of a request",
         ),
+        ("preemption", describe_choice(report["preemption"])),
         ("injected", ", ".join(f"{count} {name}" for name, count in report["faults"].items())),
         ("copies out", _copies(report["copies"]["out"])),
         ("copies in", _copies(report["copies"]["in"])),

@@ -76,7 +76,7 @@ class DecodeStage(Stage):
         self._pool = pool
         self._residency = residency
         self._ledger = residency.ledger
-        self._preemption = preemption
+        self.preemption = preemption
         self._requests = requests
         self._eos = eos_token_ids
         self._sharing_domain = sharing_domain
@@ -94,7 +94,7 @@ class DecodeStage(Stage):
         self.on(ChunkDone, self._on_chunk_done)
         self.on(SwapOutDone, self._on_swap_out_done)
         self.on(SwapInDone, self._on_swap_in_done)
-        self.on(CopyMeasured, self._preemption.measured)
+        self.on(CopyMeasured, self.preemption.measured)
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -220,8 +220,8 @@ class DecodeStage(Stage):
 
     def _carry_out(self, moves: Moves) -> None:
         if moves.swap_out:
-            self._preemption.decide(self.counters.prefill_tokens, self.counters.prefill_seconds)
-            if self._preemption.chosen == "recompute":
+            self.preemption.decide(self.counters.prefill_tokens, self.counters.prefill_seconds)
+            if self.preemption.chosen == "recompute":
                 self._residency.stop_swapping()
         for rid in moves.swap_out:
             self._requests[rid].num_blocks = 0
@@ -361,7 +361,7 @@ class DecodeStage(Stage):
             "cuda_graphs_captured_total": 0 if graphs is None else len(graphs.captured),
             "cuda_graph_replays_total": 0 if graphs is None else graphs.replays,
             "states": states,
-            "preemption": self._preemption.as_dict(),
+            "preemption": self.preemption.as_dict(),
             "num_blocks": self._ledger.num_blocks,
             "free_blocks": self._ledger.available,
             "cached_blocks": self._ledger.idle,

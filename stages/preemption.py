@@ -12,6 +12,13 @@ logger = logging.getLogger(__name__)
 MODES = ("swap", "recompute", "auto", "swap-only")
 
 
+def describe_choice(choice: dict[str, Any]) -> str:
+    """What `Preemption.as_dict` said, in words."""
+    if "mode" not in choice:
+        return "-"
+    return f"{choice['mode']}: {choice['chosen'] or 'undecided'} ({choice['reason']})"
+
+
 class Preemption:
     """Owned by decode. `swap` moves victims to the host and computes them again where the host has no room;
     `swap-only` never computes again; `recompute` never moves; `auto` is decided once, when the first victim leaves: by

@@ -87,6 +87,30 @@ def test_random_arrivals_cancels_and_priorities_change_no_answer(tiny_path, kv_f
     assert report["counters"]["requests_swapped_total"] >= 1
 
 
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_parts_of_requests_are_swapped_under_random_load_and_change_no_answer(tiny_path, kv_format):
+    report = stress(
+        tiny_path,
+        kv_format,
+        {"verify_payloads": True, "residency_quantum": 1},
+        offload_unit="block",
+        slow_copies="0.3:0.005",
+        failed_copies=0.05,
+        cancel=0.25,
+        priorities=2,
+    )
+    assert failed(report) == {}
+    assert report["counters"]["kv_cpu_offload_blocks_total"] >= 1
+
+
+@pytest.mark.parametrize(("preemption", "chosen"), [("recompute", ["recompute"]), ("auto", ["swap", "recompute"])])
+def test_requests_are_computed_again_by_choice_and_say_the_same(tiny_path, preemption, chosen):
+    report = stress(tiny_path, preemption=preemption, new_tokens="24:48")
+    assert failed(report) == {}
+    assert report["preemption"]["chosen"] in chosen
+    assert (report["counters"]["requests_recomputed_total"] > 0) or preemption == "auto"
+
+
 def test_slow_copies_change_no_answer(tiny_path):
     report = stress(tiny_path, slow_copies="0.5:0.02", cancel=0.25, priorities=2)
     assert failed(report) == {}
@@ -125,9 +149,9 @@ def test_with_one_block_of_host_memory_one_block_is_swapped_at_a_time(tiny_path,
 
 def test_requests_that_are_neither_swapped_nor_computed_again_may_end_with_what_they_have(tiny_path):
     load = {"host_blocks": 0, "new_tokens": "40:64", "request_blocks": "6:12"}
-    strict = stress(tiny_path, settings={"preemption": "swap-only"}, **load)
+    strict = stress(tiny_path, preemption="swap-only", **load)
     assert list(failed(strict)) == ["everyone finishes"]
-    assert failed(stress(tiny_path, settings={"preemption": "swap-only"}, allow_exhausted=True, **load)) == {}
+    assert failed(stress(tiny_path, preemption="swap-only", allow_exhausted=True, **load)) == {}
 
 
 def test_requests_that_grow_side_by_side_fragment_the_pool_and_their_runs_are_copied_whole(tiny_path):
@@ -261,6 +285,8 @@ def test_the_command_passes_settings_to_the_engine_and_refuses_what_it_does_not_
         engine_settings(["prefix-cache=yes"])
     assert invoke(tiny_path, "--set", "num_blocks=3").exit_code == 78
     assert invoke(tiny_path, "--slow-copies", "0.5").exit_code == 78
+    assert invoke(tiny_path, "--set", "offload_unit=block").exit_code == 78
+    assert invoke(tiny_path, "--offload-unit", "block", "--preemption", "auto").exit_code == 0
     result = invoke(tiny_path, "--request-blocks", "4:99")
     assert result.exit_code == 78
     assert "4:99" in result.stderr
