@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.daemon.config import OFFLOAD_UNITS, ConfigError, EngineConfig, setting
-from deepinfer.stages.preemption import MODES
 from deepinfer.daemon.setting import from_text, settings_of
+from deepinfer.stages.preemption import MODES
 
 SCENARIOS = ("random", "smoke")
 SMOKE_NEW_TOKENS = 8
