@@ -115,7 +115,7 @@ class Engine:
         stages: list[Stage] = [*self.host.stages, self.admission]
         alive = [stage.name for stage in stages if not stage.stop(STOP_SECONDS)]
         self._outbox.close(linger=0)
-        self.host.compute.close()
+        self.host.close()
         if alive:
             raise EngineError(f"stages did not end within {STOP_SECONDS:.0f} s: {', '.join(alive)}")
         self.context.term()

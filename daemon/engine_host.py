@@ -20,6 +20,7 @@ from deepinfer.kernels.cpu_runtime import configure_threads, describe
 from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.stages.compute import ComputeThread
 from deepinfer.stages.decode import DecodeStage
+from deepinfer.stages.lanes import Lanes
 from deepinfer.stages.memory.arena import HostArena
 from deepinfer.stages.memory.entries import ResidencyConfig
 from deepinfer.stages.memory.ledger import BlockLedger
@@ -96,6 +97,8 @@ class EngineHost:
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         self.executor = Executor(self.model, self.attention, self._graphs())
         self._reserve(self.plan.activations + self.plan.scratch + self.plan.graphs)
+        self.ops.synchronize()
+        self.lanes = Lanes(self.ops, self.compute)
         self.requests: dict[int, Request] = {}
         self.stages: list[Stage] = []
 
@@ -140,7 +143,9 @@ class EngineHost:
         config, model_config = self.config, self.model.config
         valid = min(vocabulary.num_valid_tokens, model_config.vocab_size)
         eos = frozenset(model_config.eos_token_ids) | frozenset(vocabulary.eos_token_ids)
-        runner = ModelRunner(self.executor, Sampler(model_config.vocab_size, valid, eos), self.compute)
+        sampler = Sampler(model_config.vocab_size, valid, eos)
+        runner = ModelRunner(self.executor, sampler, self.lanes.decode)
+        prefill_runner = ModelRunner(Executor(self.model, self.attention), sampler, self.lanes.prefill)
         can_swap = self.arena.num_rows > 0
         residency = Residency(
             BlockLedger(self.plan.num_blocks, PrefixTree() if config.prefix_cache else None),
@@ -168,9 +173,10 @@ class EngineHost:
             self.requests,
             eos,
             (config.model, self.kv_format.name),
+            overlap=self.ops.overlaps,
         )
         self.prefill = PrefillStage(
-            context, topology.prefill, topology.outboxes("decode", "admission"), runner, self.requests
+            context, topology.prefill, topology.outboxes("decode", "admission"), prefill_runner, self.requests
         )
         self.offload = OffloadStage(
             context,
@@ -178,7 +184,7 @@ class EngineHost:
             topology.outboxes("decode", "admission"),
             self.pool.data,
             self.arena,
-            copy,
+            self._on_a_stream(copy),
             config.verify_payloads,
             measure=config.preemption == "auto" and can_swap,
         )
@@ -196,11 +202,18 @@ class EngineHost:
         request.num_blocks = len(request.table)
         request.table[:] = range(request.num_blocks)
         vocab_size = self.model.config.vocab_size
-        runner = ModelRunner(self.executor, Sampler(vocab_size, vocab_size, ()), self.compute)
+        runner = ModelRunner(self.executor, Sampler(vocab_size, vocab_size, ()), self.lanes.decode)
         runner.run([Span(request, 0, rows, True)])
         request.append(0)
         runner.run([Span(request, rows, 1, True)])
-        self.compute.run(self.pool.data[: request.num_blocks].zero_)
+        self.lanes.decode.run(self.pool.data[: request.num_blocks].zero_)
+
+    def _on_a_stream(self, copy: CopyRows) -> CopyRows:
+        return lambda destination, source: self.lanes.offload.run(copy, destination, source)
+
+    def close(self) -> None:
+        """End the threads that compute. The stages have ended."""
+        self.lanes.close()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until every stage has ended, or one has died: then True. False after `seconds`."""
@@ -225,6 +238,7 @@ class EngineHost:
             "kv_cache_dtype": self.kv_format.name,
             "attention": self.attention.name,
             "cuda_graphs": self.executor.graphs is not None,
+            "prefill_beside_decode": self.ops.overlaps,
             "batch_invariant": self.config.batch_invariant,
             "prefix_cache": self.config.prefix_cache,
             "block_size": self.config.block_size,

@@ -29,6 +29,8 @@ class StepBuffers(Protocol):
     def fill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
         """The inputs of the next step: `token_ids` int32 [n] on the host, `batch` with n rows, one for each sequence.
 
+        The results of the step before have arrived on the host: what this copies from is written anew.
+
         Raises ValueError if they do not fit, or if a row would read or write where it must not.
         """
         ...

@@ -15,6 +15,7 @@ from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_atte
 from deepinfer.kernels.graphs import StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
+from deepinfer.kernels.streams import AtOnce, Stream
 
 
 class Ops(Protocol):
@@ -26,6 +27,14 @@ class Ops(Protocol):
     """As torch names it."""
     fast_bf16: bool | None
     """Whether it multiplies bfloat16 itself. None: that depends on the processor."""
+    overlaps: bool
+    """Whether it does the work of several streams side by side."""
+
+    def new_stream(self, name: str) -> Stream: ...
+
+    def synchronize(self) -> None:
+        """Wait until everything that was started is done."""
+        ...
 
     def check_compute(self, dtype: str, batch_invariant: bool) -> None:
         """Raises ValueError, which says what works, if there are no matmuls in `dtype` ("fp32", "bf16")."""
@@ -80,11 +89,16 @@ class CpuOps:
 
     name = device = "cpu"
     fast_bf16: bool | None = None
+    overlaps = False
+    new_stream = staticmethod(AtOnce)
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_mul = staticmethod(elementwise.silu_mul)
     attention = staticmethod(make_attention)
+
+    def synchronize(self) -> None:
+        """A call has done its work when it returns."""
 
     def check_compute(self, dtype: str, batch_invariant: bool) -> None:
         """Everything works."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.attention import AttentionBatch
-from deepinfer.stages.compute import ComputeThread
+from deepinfer.stages.lanes import Lane
 from deepinfer.stages.messages import TokenItem
 from deepinfer.stages.model import Executor, ForwardBatch
 from deepinfer.stages.model.sampler import Sampled, Sampler, SampleRow
@@ -35,16 +35,16 @@ class Outcome(NamedTuple):
 
 
 class ModelRunner:
-    """Stateless between calls. Shared by decode and prefill; on the CPU never called by both at once."""
+    """Stateless between calls. Decode and prefill have one each, over the same model."""
 
-    def __init__(self, executor: Executor, sampler: Sampler, compute: ComputeThread) -> None:
+    def __init__(self, executor: Executor, sampler: Sampler, lane: Lane) -> None:
         self.executor = executor
         self.sampler = sampler
-        self._compute = compute
+        self._lane = lane
 
     def run(self, spans: Sequence[Span]) -> list[Outcome]:
         """One forward pass over all spans; an outcome for each that samples, and for each that failed."""
-        return self._compute.run(self._run, spans)
+        return self._lane.run(self._run, spans)
 
     def _run(self, spans: Sequence[Span]) -> list[Outcome]:
         forward = build_batch(spans)

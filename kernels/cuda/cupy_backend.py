@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,34 @@ from deepinfer.kernels.cuda.launcher import Argument, check_tensor
 from deepinfer.kernels.cuda.nvrtc import compile_kernel
 from deepinfer.kernels.cuda.source import KernelSource
 from deepinfer.kernels.graphs import Graph
+from deepinfer.kernels.streams import Stream
 
 _DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+class CudaStream:
+    """See `kernels.streams.Stream`. Used by one thread at a time."""
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name = name
+        self._stream = torch.cuda.Stream(device, priority=-1 if name == "decode" else 0)
+        self._inside: Any = None
+
+    def __enter__(self) -> CudaStream:
+        self._inside = torch.cuda.stream(self._stream)
+        self._inside.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside.__exit__(kind, error, trace)
+
+    def record(self) -> torch.cuda.Event:
+        return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self._stream.wait_event(event)
 
 
 class CupyBackend:
@@ -58,6 +85,12 @@ class CupyBackend:
         with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             function()
         return graph
+
+    def new_stream(self, name: str) -> Stream:
+        return CudaStream(name, self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def _convert(self, arg: Argument) -> Any:
         if isinstance(arg, Tensor):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deepinfer.kernels.cuda import disk_cache
 from deepinfer.kernels.cuda.host_graph import HostGraph, Recorder
+from deepinfer.kernels.cuda.host_stream import HostStream
 from deepinfer.kernels.cuda.launcher import Argument, check_tensor
 from deepinfer.kernels.cuda.nvrtc import CompileError
 from deepinfer.kernels.cuda.source import FOLDER, KernelSource, fingerprint, headers
@@ -79,6 +80,12 @@ class HostBackend:
             finally:
                 self._capturing.recorder = None
         return recorder.graph()
+
+    def new_stream(self, name: str) -> HostStream:
+        return HostStream(name)
+
+    def synchronize(self) -> None:
+        """Every launch is done when it returns."""
 
     def _convert(self, arg: Argument) -> tuple[ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float, str]:
         if isinstance(arg, Tensor):

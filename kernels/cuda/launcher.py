@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepinfer.kernels.cuda.source import KernelSource
 from deepinfer.kernels.graphs import Graph
+from deepinfer.kernels.streams import Stream
 
 Argument = Tensor | int | float
 """A tensor is passed as the address of its first element, an int as int32, a float as fp32."""
@@ -40,6 +41,14 @@ class Backend(Protocol):
         tensors; it must neither wait for the device nor copy between host and device. Launches are replayed with the
         addresses and numbers of now. Who captures keeps the tensors alive that `function` uses and leaves.
         """
+        ...
+
+    def new_stream(self, name: str) -> Stream:
+        """Beside all others. A stream named "decode" goes first where the device must choose."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
         ...
 
 

@@ -45,12 +45,14 @@ class CudaOps(CudaElementwise):
     """See `kernels.ops.Ops`. `backend` runs the kernels: CuPy on a GPU, or the host shim in tests."""
 
     fast_bf16: bool | None = True
+    overlaps = True
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._backend = backend
         self.name = backend.name
         self.device = backend.device
+        self.new_stream, self.synchronize = backend.new_stream, backend.synchronize
 
     def check_compute(self, dtype: str, batch_invariant: bool) -> None:
         """The library's fp32 matmul does not promise rows that are the same in every batch."""

@@ -194,11 +194,8 @@ const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads,
 
 inline void __syncthreads() { dp_shim::suspend(dp_shim::AT_BARRIER); }
 
-inline int atomicAdd(int* address, int value) {
-    const int before = *address;
-    *address = before + value;
-    return before;
-}
+// Two OS threads may launch kernels that count in the same place.
+inline int atomicAdd(int* address, int value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 
 #define DP_HOST_ENTRY(kernel)                                                                                    \
     extern "C" const char* dp_host_launch(const unsigned* grid, unsigned threads, unsigned shared_bytes,         \
