@@ -1,8 +1,8 @@
 """The ways to the device: decode, prefill and offload each have a stream, and wait for one another by events.
 
-The right to touch a KV block travels in messages, and a stage sends such a message after its work for the block has been
-started on its stream. So it is enough that every piece of work begins, on the device, after what the other lanes had
-finished starting by then. Who passes a block on, to whom and why, does not matter here.
+The right to touch a KV block travels in messages, and a stage sends such a message after its work for the block has
+been started on its stream. So it is enough that every piece of work begins, on the device, after what the other lanes
+had finished starting by then. Who passes a block on, to whom and why, does not matter here.
 """
 
 from __future__ import annotations
