@@ -3,6 +3,7 @@
 from deepinfer.clients.aio import AsyncClient, AsyncStream
 from deepinfer.clients.client import Client, Stream
 from deepinfer.clients.errors import (
+    AccessDeniedError,
     ClientClosedError,
     ConnectionLostError,
     DeepInferError,
@@ -16,6 +17,7 @@ from deepinfer.clients.options import Timeouts
 
 __all__ = [
     "Accepted",
+    "AccessDeniedError",
     "AsyncClient",
     "AsyncStream",
     "Client",

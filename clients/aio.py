@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import zmq
 
-from deepinfer.clients.discovery import locate
+from deepinfer.clients.discovery import Connection, locate
 from deepinfer.clients.errors import ClientClosedError, DeepInferError
 from deepinfer.clients.events import Completion, Event, GenerateOptions
 from deepinfer.clients.link import Item, Link
@@ -108,13 +108,15 @@ class AsyncClient:
 
     def __init__(
         self,
-        where: str | os.PathLike[str] | None = None,
+        where: str | os.PathLike[str] | Connection | None = None,
         *,
+        server_key: str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
         context: zmq.Context | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     ) -> None:
         self.timeouts = timeouts
-        self.connection = locate(where)
+        self.connection = locate(where, server_key, key_file)
         self._own_context = context is None
         self._given_context = context
         self._link_or_none: Link | None = None

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import zmq
 
-from deepinfer.clients.discovery import locate
+from deepinfer.clients.discovery import Connection, locate
 from deepinfer.clients.errors import DeepInferError
 from deepinfer.clients.events import Completion, Event, GenerateOptions
 from deepinfer.clients.link import Item, Link
@@ -107,19 +107,23 @@ class Client:
             for event in client.generate("Hello", max_new_tokens=32):
                 print(event.text, end="")
 
-    `where`: an endpoint such as `tcp://127.0.0.1:5577`, a connection file, a runtime folder, or None for the
-    default folder. `context`: for `inproc://` endpoints. Raises NoDaemonError when nobody answers a ping.
+    `where`: an endpoint such as `tcp://127.0.0.1:5577`, a connection file, a runtime folder, None for the default
+    folder, or what `locate` found. For an encrypted endpoint of another machine, `server_key` is the daemon's public
+    key and `key_file` this client's own pair, made with `deepinfer-daemon keys new NAME`. `context`: for `inproc://`
+    endpoints. Raises NoDaemonError when nobody answers a ping, AccessDeniedError when the daemon wants other keys.
     """
 
     def __init__(
         self,
-        where: str | os.PathLike[str] | None = None,
+        where: str | os.PathLike[str] | Connection | None = None,
         *,
+        server_key: str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
         context: zmq.Context | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     ) -> None:
         self.timeouts = timeouts
-        self.connection = locate(where)
+        self.connection = locate(where, server_key, key_file)
         self._thread = LinkThread(self.connection, context)
         self._link = self._thread.link
         try:

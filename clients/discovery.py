@@ -1,4 +1,4 @@
-"""Where a daemon keeps its runtime folder, and what its connection file says. Standard library only.
+"""Where a daemon keeps its runtime folder, and what its connection file says.
 
 The daemon uses the same functions, so both sides look in the same place.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepinfer.clients.errors import NoDaemonError
+from deepinfer.clients.keys import read_keys
 
 APPLICATION = "deepinfer-daemon"
 CONNECTION_FILE = "daemon.json"
@@ -31,6 +32,8 @@ class Connection(NamedTuple):
     protocol: int = 1
     model: str | None = None
     limits: Mapping[str, Any] = {}
+    curve: Mapping[str, str] | None = None
+    """`server_key`, `public_key` and `secret_key` as Z85 text, where the connection is encrypted."""
 
     @property
     def max_frame_bytes(self) -> int:
@@ -54,11 +57,26 @@ def runtime_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(tempfile.gettempdir()) / f"{APPLICATION}-{os.getuid()}"
 
 
-def locate(where: str | os.PathLike[str] | None = None) -> Connection:
+def locate(
+    where: str | os.PathLike[str] | Connection | None = None,
+    server_key: str | None = None,
+    key_file: str | os.PathLike[str] | None = None,
+) -> Connection:
     """From an endpoint (`ipc://...`), a connection file, a runtime folder, or None for the default folder.
 
-    Raises NoDaemonError when there is no connection file, when it is no such file, or another user's.
+    `server_key` is the daemon's public key, and `key_file` this client's own secret one; a connection file has both,
+    but for clients of other machines. Raises NoDaemonError when there is no connection file, when it is no such file,
+    or another user's, and InvalidRequestError for keys that cannot be used.
     """
+    connection = _locate(where)
+    if server_key is None and key_file is None:
+        return connection
+    return connection._replace(curve=read_keys(server_key, key_file))
+
+
+def _locate(where: str | os.PathLike[str] | Connection | None) -> Connection:
+    if isinstance(where, Connection):
+        return where
     if isinstance(where, str) and "://" in where:
         return Connection(where)
     path = Path(where) if where is not None else runtime_dir()

@@ -57,6 +57,13 @@ class NoDaemonError(DeepInferError):
         super().__init__("no_daemon", message, retry=True)
 
 
+class AccessDeniedError(DeepInferError):
+    """The daemon is there and does not let this client in: it wants CURVE keys, or knows others."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("access_denied", message)
+
+
 class ConnectionLostError(DeepInferError):
     """The connection broke while a request was open. The daemon ends the streams of a lost connection."""
 

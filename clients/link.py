@@ -20,12 +20,18 @@ from deepinfer.clients.errors import (
     NoDaemonError,
     ProtocolViolationError,
 )
+from deepinfer.clients.keys import denied, use_keys
 from deepinfer.clients.wire import pack_request, unpack_event
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 6000
+REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+"""libzmq does not try again after these."""
+HANDSHAKES = 3
+"""So many that end without a word, one after the other, are a refusal too: a daemon that dies breaks only one."""
+WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED | sum(REFUSALS)
 TERMINAL_EVENTS = frozenset({"done", "error", "reply"})
 
 Item = Mapping[str, Any] | DeepInferError
@@ -51,10 +57,13 @@ class Link:
     def __init__(self, context: zmq.Context, connection: Connection, wake: Callable[[], None]) -> None:
         self.connection = connection
         self.socket = _dealer(context)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        if connection.curve is not None:
+            use_keys(self.socket, connection.curve)
+        self.monitor = self.socket.get_monitor_socket(WATCHED)
         self._connect(connection.endpoint)
         self.up = connection.endpoint.startswith("inproc://")
         """Whether a daemon is connected; inproc has no handshake that could be seen."""
+        self._failed_handshakes = 0
         self._wake = wake
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -163,8 +172,14 @@ class Link:
                 message = self.monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self.up = parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if not self.up:
+            event = parse_monitor_message(message)["event"]
+            was_up, self.up = self.up, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._failed_handshakes += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            if event in REFUSALS or self._failed_handshakes == HANDSHAKES:
+                self._fail_all(denied(self.connection), closed=True)
+            elif self.up:
+                self._failed_handshakes = 0
+            elif was_up:
                 self._receive()
                 self._fail_all(ConnectionLostError(f"the connection to {self.connection.endpoint} broke"))
 

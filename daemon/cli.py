@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from deepinfer.daemon.cli_keys import keys_group
 from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.options import options_of
@@ -31,6 +32,38 @@ runtime_option = click.option(
 )
 
 
+def where_options(command: Callable) -> Callable:
+    """Which daemon: `where`, the runtime folder of one on this machine, or how to reach one elsewhere."""
+    for option in (
+        runtime_option,
+        click.option("--connect", metavar="ENDPOINT", help="A daemon elsewhere, such as tcp://10.0.0.2:5555."),
+        click.option("--server-key", help="Its public key."),
+        click.option("--key-file", type=click.Path(path_type=Path), help="Our own key pair, NAME.key_secret."),
+    ):
+        command = option(command)
+
+    @wraps(command)
+    def with_where(
+        runtime_dir: Path | None = None,
+        connect: str | None = None,
+        server_key: str | None = None,
+        key_file: Path | None = None,
+        **values: Any,
+    ) -> Any:
+        with folder_errors():
+            if connect is None:
+                return command(where=_folder(runtime_dir), **values)
+            from deepinfer.clients.discovery import locate
+            from deepinfer.clients.errors import DeepInferError
+
+            try:
+                return command(where=locate(connect, server_key, key_file), **values)
+            except DeepInferError as error:
+                _fail(str(error), EXIT_CONFIG)
+
+    return with_where
+
+
 @click.group(context_settings={"max_content_width": 110})
 @click.version_option(package_name="deepinfer-daemon")
 def main() -> None:
@@ -39,6 +72,7 @@ def main() -> None:
 
 main.add_command(config_group)
 main.add_command(plan_command)
+main.add_command(keys_group)
 
 
 @main.command()
@@ -64,6 +98,7 @@ def start(runtime_dir: Path | None, detach: bool, config_file: Path | None, **fl
 def _run_front(config: DaemonConfig, path: Path) -> int:
     from deepinfer.daemon.display import StartDisplay
     from deepinfer.daemon.front import Front
+    from deepinfer.daemon.gate import curve_of
     from deepinfer.daemon.runtime_folder import AlreadyRunning, RuntimeFolder
     from deepinfer.daemon.topology import two_processes
     from deepinfer.stages.admission import EndpointError
@@ -73,9 +108,10 @@ def _run_front(config: DaemonConfig, path: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     topology = two_processes(path, config.endpoint)
+    curve = curve_of(config)
     try:
         folder = RuntimeFolder(path)
-        return Front(config, folder, topology, StartDisplay()).run()
+        return Front(config, folder, topology, StartDisplay(), curve).run()
     except AlreadyRunning as error:
         _fail(str(error), 1)
     except (ModelError, EndpointError) as error:
@@ -83,14 +119,13 @@ def _run_front(config: DaemonConfig, path: Path) -> int:
 
 
 @main.command()
-@runtime_option
+@where_options
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
-def status(runtime_dir: Path | None, as_json: bool) -> None:
+def status(where: Any, as_json: bool) -> None:
     """Show a running daemon. Exit code: 0 ready, 1 dead but files left, 3 not running, 4 hung."""
     from deepinfer.daemon.commands import show_status
 
-    with folder_errors():
-        sys.exit(show_status(_folder(runtime_dir), as_json))
+    sys.exit(show_status(where, as_json))
 
 
 @main.command()
@@ -133,26 +168,24 @@ def sampling_options(command: Callable) -> Callable:
 @main.command()
 @click.argument("prompt")
 @sampling_options
-@runtime_option
-def generate(prompt: str, runtime_dir: Path | None = None, **fields: Any) -> None:
+@where_options
+def generate(prompt: str, where: Any, **fields: Any) -> None:
     """Continue PROMPT as plain text, streamed."""
     from deepinfer.daemon.commands import stream_answer
 
-    with folder_errors():
-        sys.exit(stream_answer(_folder(runtime_dir), {"prompt": prompt, **_plain(fields)}))
+    sys.exit(stream_answer(where, {"prompt": prompt, **_plain(fields)}))
 
 
 @main.command()
 @click.argument("message", required=False)
 @click.option("--system", help="System message.")
 @sampling_options
-@runtime_option
-def chat(message: str | None = None, system: str | None = None, runtime_dir: Path | None = None, **fields: Any) -> None:
+@where_options
+def chat(where: Any, message: str | None = None, system: str | None = None, **fields: Any) -> None:
     """Talk to the model; with MESSAGE, one answer and out."""
     from deepinfer.daemon.commands import chat_loop
 
-    with folder_errors():
-        sys.exit(chat_loop(_folder(runtime_dir), message, system, _plain(fields)))
+    sys.exit(chat_loop(where, message, system, _plain(fields)))
 
 
 @main.command("validate-kernels")

@@ -15,6 +15,8 @@ import zmq
 from rich.table import Table
 
 from deepinfer.clients import Client, DeepInferError
+from deepinfer.clients.discovery import Connection
+from deepinfer.clients.keys import use_keys
 from deepinfer.daemon.runtime_folder import CONNECTION_FILE, is_locked
 from deepinfer.daemon.topology import two_processes
 from deepinfer.stages.preemption import describe_choice
@@ -46,19 +48,23 @@ def connection(folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def control(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
-    """One call to the control socket, which answers from early in the start on. Raises NoDaemon."""
-    if not is_locked(folder):
-        connection(folder)
-    endpoint = two_processes(folder).control
+def control(where: Path | Connection, op: str, **fields: Any) -> dict[str, Any]:
+    """One call to the control socket, which answers from early in the start on: that of a runtime folder, or of a
+    daemon elsewhere. Raises NoDaemon."""
+    if isinstance(where, Path):
+        if not is_locked(where):
+            connection(where)
+        where = Connection(two_processes(where).control)
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)
     try:
-        socket.connect(endpoint)
+        if where.curve is not None:
+            use_keys(socket, where.curve)
+        socket.connect(where.endpoint)
         socket.send(msgpack.packb({"v": 1, "op": op, **fields}))
         if not socket.poll(int(CONTROL_SECONDS * 1000)):
-            raise NoDaemon(f"the daemon in {folder} holds its lock but does not answer", EXIT_HUNG)
+            raise NoDaemon(f"the daemon at {where.endpoint} does not answer", EXIT_HUNG)
         answer = msgpack.unpackb(socket.recv())
     finally:
         socket.close()
@@ -68,9 +74,9 @@ def control(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
     return answer["data"]
 
 
-def show_status(folder: Path, as_json: bool) -> int:
+def show_status(where: Path | Connection, as_json: bool) -> int:
     try:
-        status = control(folder, "status")
+        status = control(where, "status")
     except NoDaemon as error:
         click.echo(json.dumps({"phase": "none", "error": str(error)}) if as_json else str(error))
         return error.code
@@ -134,10 +140,10 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def stream_answer(folder: Path, fields: dict[str, Any]) -> int:
+def stream_answer(where: Path | Connection, fields: dict[str, Any]) -> int:
     """Print one answer as it comes, then what it took."""
     try:
-        with _client(folder) as client:
+        with _client(where) as client:
             _print_stream(client, fields)
     except (NoDaemon, DeepInferError) as error:
         click.secho(f"error: {error}", err=True, fg="red")
@@ -145,13 +151,13 @@ def stream_answer(folder: Path, fields: dict[str, Any]) -> int:
     return EXIT_READY
 
 
-def chat_loop(folder: Path, message: str | None, system: str | None, fields: dict[str, Any]) -> int:
+def chat_loop(where: Path | Connection, message: str | None, system: str | None, fields: dict[str, Any]) -> int:
     history = [{"role": "system", "content": system}] if system else []
     if message is not None:
         history.append({"role": "user", "content": message})
-        return stream_answer(folder, {"messages": history, **fields})
+        return stream_answer(where, {"messages": history, **fields})
     try:
-        with _client(folder) as client:
+        with _client(where) as client:
             click.echo("Ctrl-D ends the talk.", err=True)
             while (line := _ask()) is not None:
                 history.append({"role": "user", "content": line})
@@ -170,8 +176,10 @@ def _ask() -> str | None:
         return None
 
 
-def _client(folder: Path) -> Client:
-    return Client(connection(folder)["endpoint"])
+def _client(where: Path | Connection) -> Client:
+    if isinstance(where, Path):
+        connection(where)
+    return Client(where)
 
 
 def _print_stream(client: Client, fields: dict[str, Any]) -> str:

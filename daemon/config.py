@@ -123,6 +123,13 @@ class DaemonConfig(EngineConfig):
     """What `start` needs to know besides."""
 
     endpoint: str | None = setting(None, "Client endpoint, such as tcp://127.0.0.1:5555. Default: ipc.")
+    control_endpoint: str | None = setting(
+        None, "Another address of the control socket, such as tcp://10.0.0.2:5556, beside the one for this user."
+    )
+    curve: bool = setting(
+        False, "Encrypt, and let in listed clients only, also on loopback and ipc. Other addresses always do."
+    )
+    keys_dir: str | None = setting(None, "Folder of the CURVE keys. Default: keys in the configuration folder.")
     max_queue: int = setting(
         2048,
         "Live requests at the same time; one more is refused with queue_full.",
@@ -138,8 +145,9 @@ class DaemonConfig(EngineConfig):
 
     def check(self) -> None:
         super().check()
-        if self.endpoint is not None:
-            check_endpoint("endpoint", self.endpoint)
+        for name in ("endpoint", "control_endpoint"):
+            if getattr(self, name) is not None:
+                check_endpoint(name, getattr(self, name))
 
     def engine(self) -> EngineConfig:
         return EngineConfig(**{name: getattr(self, name) for name in settings_of(EngineConfig)})

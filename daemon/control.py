@@ -10,8 +10,10 @@ import msgspec
 import zmq
 
 from deepinfer.stages import client_port
+from deepinfer.stages.admission import EndpointError
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.curve import Curve
 from deepinfer.stages.live import Route
 from deepinfer.stages.protocol import ProtocolError, is_req
 from deepinfer.stages.protocol_events import encode_error, encode_reply
@@ -32,7 +34,10 @@ _decoder = msgspec.msgpack.Decoder(ControlRequest)
 
 
 class ControlStage(Stage):
-    """`stop` is called with True to cut, False to drain; it must return at once."""
+    """`stop` is called with True to cut, False to drain; it must return at once.
+
+    `address` lies in the private runtime folder and has no keys; `second_address` has, if there is a `curve`.
+    """
 
     name = "control"
 
@@ -44,10 +49,12 @@ class ControlStage(Stage):
         board: StatusBoard,
         stop: Callable[[bool], None],
         drain_s: int,
+        second_address: str | None = None,
+        curve: Curve | None = None,
     ) -> None:
         super().__init__(context, inbox, {})
         self._drain_s = drain_s
-        self._address = address
+        self._address, self._second_address, self._curve = address, second_address, curve
         self._board = board
         self._stop = stop
 
@@ -55,6 +62,16 @@ class ControlStage(Stage):
         self._socket = self.new_socket(zmq.ROUTER, poll=True)
         client_port.configure(self._socket, MAX_FRAME_BYTES)
         self._socket.bind(self._address)
+        if self._second_address is None:
+            return
+        if self._curve is not None:
+            self._curve.secure(self._socket)
+        try:
+            self._socket.bind(self._second_address)
+        except zmq.ZMQError as error:
+            where = f"control_endpoint: cannot listen on {self._second_address}"
+            raise EndpointError(f"{where}: {error.strerror}") from error
+        self._board.info["control_endpoint"] = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def on_socket(self, socket: zmq.Socket) -> None:
         for identity, *frames in client_port.receive(socket, 16):

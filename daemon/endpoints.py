@@ -1,4 +1,4 @@
-"""Which addresses the daemon may listen on."""
+"""Which addresses the daemon may listen on, and which of them need keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def check_endpoint(name: str, endpoint: str) -> None:
-    """Only ipc in a private folder and loopback TCP: anything wider would be open to others. Raises ConfigError."""
+    """ipc in a private folder, or TCP. Raises ConfigError. One that `is_open` needs keys as well."""
     if endpoint.startswith("ipc://"):
         _check_ipc(name, endpoint)
         return
@@ -20,11 +20,13 @@ def check_endpoint(name: str, endpoint: str) -> None:
         raise ConfigError(
             f"{name} is {endpoint!r}; it must be ipc://PATH or tcp://127.0.0.1:PORT, with a port from 1 to 65535 or *"
         )
-    if host not in LOOPBACK:
-        raise ConfigError(
-            f"{name} is {endpoint!r}; {host or 'every interface'} is not a loopback address, and without encryption "
-            "the daemon listens on loopback or ipc only"
-        )
+    if not host:
+        raise ConfigError(f"{name} is {endpoint!r}; it must name an address; 0.0.0.0 is every interface")
+
+
+def is_open(endpoint: str) -> bool:
+    """Whether other machines may reach it."""
+    return not endpoint.startswith("ipc://") and endpoint.removeprefix("tcp://").rpartition(":")[0] not in LOOPBACK
 
 
 def _check_ipc(name: str, endpoint: str) -> None:

@@ -15,11 +15,13 @@ import zmq
 from deepinfer.daemon.config import DaemonConfig
 from deepinfer.daemon.control import ControlStage
 from deepinfer.daemon.display import StartDisplay
+from deepinfer.daemon.gate import Gate, key_store
 from deepinfer.daemon.runtime_folder import AlreadyRunning, FileLock, RuntimeFolder
 from deepinfer.daemon.supervisor import Supervisor
 from deepinfer.daemon.topology import Topology
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.curve import Curve
 from deepinfer.stages.engine_port import EngineAddresses
 from deepinfer.stages.messages import Drain, Message, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
@@ -38,7 +40,14 @@ class Front:
     The first SIGTERM or SIGINT drains, the second one cuts.
     """
 
-    def __init__(self, config: DaemonConfig, folder: RuntimeFolder, topology: Topology, display: StartDisplay) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        folder: RuntimeFolder,
+        topology: Topology,
+        display: StartDisplay,
+        curve: Curve | None,
+    ) -> None:
         self.config = config
         self.folder = folder
         self.display = display
@@ -48,6 +57,7 @@ class Front:
         self._stop_wishes = 0
         self._cut = False
         self._endpoint_lock = self._lock_endpoint()
+        self._gate = None if curve is None else Gate(self.context, curve, key_store(config.keys_dir))
         self._told_cut = False
         self._deadline: float | None = None
 
@@ -96,6 +106,7 @@ class Front:
             self.board,
             self.config.max_queue,
             supervised=True,
+            curve=None if self._gate is None else self._gate.curve,
         )
 
     def _control(self) -> ControlStage:
@@ -106,6 +117,8 @@ class Front:
             self.board,
             self._on_stop_request,
             self.config.drain_s,
+            self.config.control_endpoint,
+            None if self._gate is None else self._gate.curve,
         )
 
     # --- the watch --------------------------------------------------------------------------------------------
@@ -144,6 +157,8 @@ class Front:
             "model": self.config.model,
             "limits": self.board.limits,
         }
+        if self._gate is not None:
+            connection["curve"] = self._gate.connection()
         where = self.folder.publish(connection)
         self.display.ready(self.board.status(), where)
 
@@ -196,6 +211,8 @@ class Front:
                 steps.callback(self._endpoint_lock.release)
             steps.callback(self.context.term)
             steps.callback(self._outbox.close)
+            if self._gate is not None:
+                steps.callback(self._gate.close)
             for stage in stages:
                 steps.callback(stage.stop, CUT_SECONDS)
             if supervisor is not None:

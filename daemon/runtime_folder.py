@@ -25,8 +25,10 @@ class FolderError(RuntimeError):
     """The runtime folder cannot be used, and why."""
 
 
-def require_private(path: Path) -> None:
+def require_private(path: Path, name: str = "runtime_dir") -> None:
     """Raises FolderError unless `path` is a real folder of this user that is closed to all others.
+
+    `name` is that of the setting to blame.
 
     The default folder may lie in a place where anybody can create one, so this comes before anything is read from it or
     written to it.
@@ -36,24 +38,24 @@ def require_private(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise FolderError(f"runtime_dir: {path}: {error.strerror}") from error
+        raise FolderError(f"{name}: {path}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise FolderError(f"runtime_dir: {path} is not a folder (or a link to one, which is not followed)")
+        raise FolderError(f"{name}: {path} is not a folder (or a link to one, which is not followed)")
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise FolderError(
-            f"runtime_dir: {path} must belong to this user and be closed to others (mode 0700); it has mode "
+            f"{name}: {path} must belong to this user and be closed to others (mode 0700); it has mode "
             f"{status.st_mode & 0o777:04o} and owner {status.st_uid}"
         )
 
 
-def make_private(path: Path) -> None:
+def make_private(path: Path, name: str = "runtime_dir") -> None:
     """Raises FolderError, as `require_private` does, and when the folder cannot be made."""
-    require_private(path)
+    require_private(path, name)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise FolderError(f"runtime_dir: {path} cannot be made: {error.strerror}") from error
-    require_private(path)
+        raise FolderError(f"{name}: {path} cannot be made: {error.strerror}") from error
+    require_private(path, name)
 
 
 class RuntimeFolder:

@@ -18,6 +18,7 @@ import zmq
 from deepinfer.stages import client_port, messages
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.curve import Curve
 from deepinfer.stages.engine_port import EngineAddresses, EnginePort
 from deepinfer.stages.intake import Capacity, Intake
 from deepinfer.stages.live import LiveRequest, Route
@@ -75,6 +76,7 @@ class AdmissionStage(Stage):
         board: StatusBoard,
         max_queue: int,
         supervised: bool = False,
+        curve: Curve | None = None,
     ) -> None:
         """`supervised`: a new engine is started when this one dies, or `EngineDied` says that there will be none."""
         super().__init__(context, inbox, {})
@@ -82,6 +84,7 @@ class AdmissionStage(Stage):
         self._engine_addresses = engine
         self._supervised = supervised
         self._clients_address = clients
+        self._curve = curve
         self._intake = Intake(tokenizer, model)
         self._model = model
         self._limits = msgspec.structs.replace(limits, vocab_size=tokenizer.vocab_size)
@@ -126,6 +129,8 @@ class AdmissionStage(Stage):
         self._clients = self.new_socket(zmq.ROUTER, poll=True)
         client_port.configure(self._clients, self._limits.max_frame_bytes)
         self._peers = Peers(self._clients, self.new_socket(zmq.PAIR, poll=True))
+        if self._curve is not None:
+            self._curve.secure(self._clients)
         try:
             self._clients.bind(self._clients_address)
         except zmq.ZMQError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -42,7 +43,42 @@ def test_every_setting_is_read_somewhere():
         assert re.search(rf"\.{field.name}\b", code), f"nothing reads {field.name}"
 
 
-def test_nothing_is_unpickled_and_no_weights_are_loaded_with_torch_load():
-    for folder in ("daemon", "stages", "kernels", "clients"):
+FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+FORBIDDEN_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized"}
+
+
+def data_that_could_run(source: str) -> list[str]:
+    """Where a Python source turns data into code or into objects of any type."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names if name.name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            found += [node.module] if (node.module or "").split(".")[0] in FORBIDDEN_MODULES else []
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            allows = any(word.arg == "allow_pickle" for word in node.keywords)
+            if name in FORBIDDEN_CALLS or name == "torch.load" or name.split(".")[-1] in FORBIDDEN_METHODS or allows:
+                found.append(name)
+    return found
+
+
+def test_nothing_is_unpickled_or_evaluated_and_no_weights_are_loaded_with_torch_load():
+    for folder in ("daemon", "stages", "kernels", "clients", "docs"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert not re.search(r"pickle\.loads?|recv_pyobj|send_pyobj|torch\.load\(", path.read_text()), path
+            assert not data_that_could_run(path.read_text()), path
+
+
+def test_the_search_for_code_in_data_finds_it():
+    """The control arm of the test above."""
+    for source in (
+        "import pickle",
+        "from marshal import loads",
+        "import torch\ntorch.load(path)",
+        "eval(text)",
+        "socket.recv_pyobj()",
+        "numpy.load(path, allow_pickle=True)",
+    ):
+        assert data_that_could_run(source), source
+    assert not data_that_could_run("model.eval()\nre.compile(x)\njson.load(file)")

@@ -117,7 +117,7 @@ def test_stopping_while_the_model_loads_works(tiny_path, folder):
         (["--block-size", "0"], "block_size is 0; it must be one of"),
         (["--kv-cache-dtype", "int3"], "fp8_e5m2"),
         (["--num-blocks", "8", "--max-cache", "128"], "say the same thing"),
-        (["--endpoint", "tcp://0.0.0.0:5555"], "0.0.0.0 is not a loopback address"),
+        (["--endpoint", "tcp://0.0.0.0:5555"], "tcp://0.0.0.0:5555 is not a loopback address"),
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--num-blocks", "1000000000"], "--max-cache"),
         (["--threads", "9999"], "threads"),
