@@ -167,12 +167,12 @@ def test_flags_of_other_servers_are_understood(alias, text, name, value):
 def test_a_detached_start_is_given_the_same_flags_again():
     """So that its other settings keep their sources."""
     rng = random.Random(3)
-    samples = {int: 37, float: 0.5, str: "text", bool: False}
+    samples = {int: 37, float: 0.5, str: "tcp://127.0.0.1:1", bool: False}
     flags = {}
     for field in fields(DaemonConfig):
         choices = field.metadata["choices"] or [samples[kind_of(DaemonConfig, field.name)]]
         flags[field.name] = rng.choice([None, choices[-1]])
-    flags |= {"endpoint": None, "block_size": 32, "num_blocks": None}
+    flags |= {"block_size": 32, "num_blocks": None}
     shown = invoke("config", "show", "--json", *arguments_of(flags))
     assert shown.exit_code == 0, shown.output
     for name, entry in json.loads(shown.output).items():
