@@ -85,7 +85,7 @@ class EngineConfig:
     )
     cuda_graphs: bool = setting(True, "Capture decode steps in CUDA graphs. Without effect on the CPU.")
     w4_prefill: str = setting(
-        "bf16-copy", "How 4-bit weights meet many rows: a bf16 copy, or int4 always.", ("bf16-copy", "int4")
+        "auto", "How 4-bit weights meet many rows: by a bf16 copy, or as they are.", ("auto", "bf16-copy", "int4")
     )
     threads: int | None = setting(None, "CPU threads of the engine. Default: all cores it may use.", low=1)
     cpu_offload: bool = setting(True, "Swap requests to host memory when the pool is full.")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.target import Target
-from deepinfer.kernels import BlockLayout, KVFormat, resolve_kv_format
+from deepinfer.kernels import BlockLayout, KVFormat, packed_linear, resolve_kv_format
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import ModelConfig
-from deepinfer.stages.model.precision import choose_dtype
+from deepinfer.stages.model.precision import choose_dtype, keeps_bf16_copies
 from deepinfer.stages.model.scratch import activation_bytes, graph_bytes, scratch_bytes
 
 MARGIN_BYTES, MARGIN_SHARE = 256 << 20, 0.06
@@ -75,17 +75,23 @@ def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> D
     if config.max_context is not None and config.max_context > model.max_context:
         raise ConfigError(f"max_context is {config.max_context}; the model was made for at most {model.max_context}")
     dtype = choose_dtype(config.dtype, checkpoint.source.headers, target.fast_bf16)
-    copies = config.w4_prefill == "bf16-copy" and not config.batch_invariant and not target.cuda_kernels
+    copies = keeps_bf16_copies(config.w4_prefill) and not config.batch_invariant and not target.cuda_kernels
     weights = checkpoint.estimate_weight_bytes(dtype, copies)
-    if target.cuda_kernels and model.tie_word_embeddings and (config.batch_invariant or not _dense_table(checkpoint)):
+    if model.tie_word_embeddings and _keeps_table_twice(checkpoint, config, target):
         weights += model.vocab_size * model.hidden_size * (2 if _dense_table(checkpoint) else 1)
     kv_format = format_of(config.kv_cache_dtype, dtype)
     layout = kv_format.layout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
     return Demand(model, dtype, weights, layout, kv_format)
 
 
+def _keeps_table_twice(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> bool:
+    """Whether the head's kernel wants a tied table in an order of its own, from which embeddings are not read."""
+    if target.cuda_kernels:
+        return config.batch_invariant or not _dense_table(checkpoint)
+    return not packed_linear.available() and not _dense_table(checkpoint)
+
+
 def _dense_table(checkpoint: Checkpoint) -> bool:
-    """A tied table of 8-bit codes is kept twice where the head's kernel wants them in its own order."""
     return checkpoint.source.headers["model.embed_tokens.weight"].dtype != "Q8_0"
 
 

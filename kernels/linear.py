@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,12 @@ PACKED_ROWS = 16
 """Up to this many rows torch's packed int4 matmul beats the bf16 one (SmolLM2 shapes, two cores)."""
 FEW_ROWS = 4
 """Up to this many rows the compiled row matmul beats torch's bf16 one."""
+
+
+def dequantise(codes: Tensor, scales: Tensor, minima: Tensor, group_size: int) -> Tensor:
+    """scale * code + minimum, fp32 [M, K]."""
+    grouped = codes.float().unflatten(1, (-1, group_size))
+    return (grouped * scales.unsqueeze(-1) + minima.unsqueeze(-1)).flatten(1)
 
 
 class Linear(Protocol):
@@ -30,6 +36,15 @@ class Linear(Protocol):
     def step_bytes(self) -> int: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class RowTable(Protocol):
+    """A linear form that gives rows of its weights back, so that a tied embedding needs no table of its own."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids int [N], below M -> fp32 [N, K], memory of its own."""
+        ...
 
 
 class DenseLinear:
@@ -130,9 +145,7 @@ class W4A16Linear:
         self._bias, self._group_size = bias, group_size
         self._dense: Tensor | None = None
         if bf16_copy and not batch_invariant:
-            grouped = codes.float().unflatten(1, (-1, group_size))
-            dense = grouped * scales.unsqueeze(-1) + minima.unsqueeze(-1)
-            self._dense = dense.flatten(1).bfloat16()
+            self._dense = dequantise(codes, scales, minima, group_size).bfloat16()
         self.kind = "w4a16 packed int4" + (" + bf16 copy" if self._dense is not None else "")
 
     @property

@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import elementwise
+from deepinfer.kernels import elementwise, packed_linear
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
+from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT8
 from deepinfer.kernels.graphs import StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
-from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
+from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear, dequantise
+from deepinfer.kernels.packed_linear import PackedLinear
 from deepinfer.kernels.streams import AtOnce, Stream
 
 
@@ -85,7 +87,8 @@ class Ops(Protocol):
 
 
 class CpuOps:
-    """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`."""
+    """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`. Where the processor has
+    bf16 dot products, weights that meet bf16 activations are packed for them (`kernels.packed_linear`)."""
 
     name = device = "cpu"
     fast_bf16: bool | None = None
@@ -106,9 +109,13 @@ class CpuOps:
     def dense(
         self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
     ) -> Linear:
+        if weight.dtype == torch.bfloat16 and packed_linear.available():
+            return PackedLinear(P_BF16, weight, bias=bias, out_dtype=out_dtype or torch.bfloat16)
         return DenseLinear(weight, bias, batch_invariant, out_dtype)
 
     def w8a16(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype | None = None) -> Linear:
+        if packed_linear.available():
+            return PackedLinear(P_INT8, codes, scales, out_dtype=out_dtype or torch.bfloat16)
         return W8A16Linear(codes, scales, None, out_dtype)
 
     def w4a16(
@@ -121,6 +128,11 @@ class CpuOps:
         batch_invariant: bool,
         bf16_copy: bool,
     ) -> Linear:
+        if packed_linear.available():
+            copy = None
+            if bf16_copy and not batch_invariant:
+                copy = dequantise(codes, scales, minima, group_size).bfloat16()
+            return PackedLinear(P_INT4, codes, scales, minima, bias, group_size, copy=copy)
         return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy)
 
     def step_capture(self, attention: Any) -> StepCapture | None:

@@ -188,12 +188,17 @@ def _fold(builder: Any, value: Any, combine: Any) -> Any:
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 
+def fold_sum(builder: Any, value: Any) -> Any:
+    """The sum of the lanes, by halves."""
+    return _fold(builder, value, lambda a, b, _: builder.fadd(a, b))
+
+
 @intrinsic
 def lane_sum(_typing: Any, value: Any) -> Any:
     """The sum of the lanes, by halves."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return _fold(builder, args[0], lambda a, b, _: builder.fadd(a, b))
+        return fold_sum(builder, args[0])
 
     return nt.float32(vec16), emit
 

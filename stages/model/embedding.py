@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from deepinfer.kernels.linear import RowTable
 from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups
 
 
@@ -44,6 +45,19 @@ class DenseEmbedding:
         return torch.embedding(self._table, token_ids).float()
 
 
+class HeadEmbedding:
+    """A tied embedding that reads the rows of its head."""
+
+    nbytes = table_bytes = 0
+
+    def __init__(self, head: RowTable):
+        self._head = head
+        self.kind = "rows of the head"
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._head.rows(token_ids)
+
+
 class Int8Embedding:
     """The codes and scales of a Q8_0 table; only the rows that are asked for become floats."""
 
@@ -59,7 +73,7 @@ class Int8Embedding:
 
     @property
     def table_bytes(self) -> int:
-        return self._codes.nbytes
+        return 0
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = self._codes[token_ids].float().unflatten(1, (-1, GROUP))

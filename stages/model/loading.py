@@ -7,42 +7,39 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from deepinfer.kernels.linear import Linear
+from deepinfer.kernels.linear import Linear, RowTable
 from deepinfer.kernels.ops import CpuOps, Ops
 from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
-from deepinfer.stages.model.embedding import DenseEmbedding, Int8Embedding
+from deepinfer.stages.model.embedding import DenseEmbedding, Embedding, HeadEmbedding, Int8Embedding
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.gguf_codes import GROUP, Int4Groups, Int8Groups
 from deepinfer.stages.model.heap import trim_heap
 from deepinfer.stages.model.key_bias import INLINE, KeyBias, KeyBiasRule, log_choices, sample_keys
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
-from deepinfer.stages.model.precision import choose_dtype, is_packed
+from deepinfer.stages.model.precision import choose_dtype, is_packed, keeps_bf16_copies
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
-
-W4_PREFILL = ("bf16-copy", "int4")
 
 
 def load_model(
     checkpoint: Checkpoint,
     dtype: str = "auto",
     batch_invariant: bool = False,
-    w4_prefill: str = "bf16-copy",
+    w4_prefill: str = "auto",
     progress: Progress = no_progress,
     key_bias: KeyBiasRule = INLINE,
     ops: Ops | None = None,
 ) -> Model:
     """Reads every tensor once and closes the checkpoint.
 
-    `dtype`: auto, fp32 or bf16 (see `precision`). `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit weights
-    for many rows (two bytes a weight more), "int4" uses the packed form always. `key_bias` decides which layers
-    leave their key bias to the attention. `ops`: the device, the CPU by default. Raises CheckpointError for
-    non-finite values and for a stored head that contradicts tie_word_embeddings.
+    `dtype`: auto, fp32 or bf16. `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit weights for many rows (two bytes a
+    weight more), "int4" uses the packed form always, "auto" what is fast here (see `precision`). `key_bias` decides
+    which layers leave their key bias to the attention. `ops`: the device, the CPU by default. Raises CheckpointError
+    for non-finite values and for a stored head that contradicts tie_word_embeddings.
     """
-    if w4_prefill not in W4_PREFILL:
-        raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
+    bf16_copies = keeps_bf16_copies(w4_prefill)
     compute_dtype = choose_dtype(dtype, checkpoint.source.headers)
     reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
-    build = _Builder(reader, checkpoint, batch_invariant, w4_prefill == "bf16-copy", key_bias, ops or CpuOps())
+    build = _Builder(reader, checkpoint, batch_invariant, bf16_copies, key_bias, ops or CpuOps())
     try:
         with torch.inference_mode():
             model = build.model(compute_dtype)
@@ -78,14 +75,16 @@ class _Builder:
                 f"{self._path}: tie_word_embeddings is true, yet {HEAD} differs from {EMBEDDING}; "
                 "one of the two is wrong"
             )
-        device = self._ops.device
         if isinstance(table, torch.Tensor):
-            table = table.to(device)  # Once: a tied head that is dense shares it.
-        embedding = Int8Embedding(table, device) if isinstance(table, Int8Groups) else DenseEmbedding(table)
+            table = table.to(self._ops.device)  # Once: a tied head that is dense shares it.
         head = self._head(table if tied else self._table(HEAD))
+        embedding = HeadEmbedding(head) if tied and isinstance(head, RowTable) else self._embedding(table)
         mode = self._key_bias.mode
         log_choices(mode, self._config, [layer.key_bias for layer in layers])
         return Model(self._config, compute_dtype, embedding, layers, final_norm, head, tied, mode, self._ops)
+
+    def _embedding(self, table: Int8Groups | torch.Tensor) -> Embedding:
+        return Int8Embedding(table, self._ops.device) if isinstance(table, Int8Groups) else DenseEmbedding(table)
 
     def _norm(self, name: str) -> torch.Tensor:
         return self._reader.vector(name).to(self._ops.device)

@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from deepinfer.kernels import packed_linear
 from deepinfer.stages.model.gguf_codes import GROUP, READERS
 from deepinfer.stages.model.source import TensorHeader
 
 DTYPES = ("auto", "fp32", "bf16")
+W4_PREFILL = ("auto", "bf16-copy", "int4")
 FUSED = (
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -30,6 +32,13 @@ def has_fast_bf16() -> bool:
         if line.lower().startswith(("flags", "features")):
             return bool(_FAST_BF16_FLAGS & set(line.split(":", 1)[1].split()))
     return False
+
+
+def keeps_bf16_copies(w4_prefill: str) -> bool:
+    """Whether 4-bit weights get a bf16 copy for many rows. auto: only where their own kernel would be slow at it."""
+    if w4_prefill not in W4_PREFILL:
+        raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
+    return w4_prefill == "bf16-copy" or (w4_prefill == "auto" and not packed_linear.available())
 
 
 def choose_dtype(requested: str, headers: Mapping[str, TensorHeader], fast_bf16: bool | None = None) -> str:
@@ -61,9 +70,10 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
     if dtype == "fp32" or (len(shape) == 1 and name.endswith("weight")):
         return 4 * count
     if headers[name].dtype == "Q8_0" and _IN_LAYER.fullmatch(name) is None:
-        return count + 6 * (count // GROUP)
+        return count + (2 if packed_linear.available() else 6) * (count // GROUP)
     if len(shape) == 2 and is_packed(name, headers):
-        scales_and_zeros = 4 * (count // GROUP)
+        wide = packed_linear.available() and headers[name].dtype == "Q4_K"
+        scales_and_zeros = (8 if wide else 4) * (count // GROUP)
         return count // 2 + scales_and_zeros + (2 * count if bf16_copies else 0)
     return 2 * count
 

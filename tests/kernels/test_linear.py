@@ -3,23 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from matmul_cases import assert_rows_do_not_depend_on_the_batch, quantised_int4, quantised_int8, random
 
-from deepinfer.kernels.linear import DenseLinear, W4A16Linear, W8A16Linear
+from deepinfer.kernels.linear import DenseLinear, W4A16Linear, W8A16Linear, dequantise
 
 SHAPES = [(576, 576), (3072, 576), (576, 1536), (32, 48), (20, 40), (1000, 64)]
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def assert_rows_do_not_depend_on_the_batch(linear, x, counts=(2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 63, 64, 65)):
-    alone = torch.cat([linear(row[None]) for row in x])
-    for count in (*counts, len(x)):
-        assert torch.equal(linear(x[:count]), alone[:count])
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(linear(x[order]), alone[order])
-    assert torch.equal(linear(x[11:30]), alone[11:30])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -69,11 +57,6 @@ def test_a_bf16_head_can_give_fp32_logits():
     assert torch.allclose(linear(x).double(), exact, atol=1e-4)
 
 
-def quantised_int8(rows, width):
-    codes = torch.randint(-128, 128, (rows, width), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    return codes, random(rows, width // 32, seed=1).abs()
-
-
 @pytest.mark.parametrize("shape", [(576, 576), (20, 32), (1000, 64)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 21])
 def test_int8_weights_are_code_times_scale(shape, rows):
@@ -91,17 +74,6 @@ def test_int8_rows_are_bit_equal_in_any_batch():
     assert_rows_do_not_depend_on_the_batch(linear, random(70, 576, seed=1, dtype=torch.bfloat16))
 
 
-def quantised_int4(rows, width, group):
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (rows, width), dtype=torch.uint8, generator=generator)
-    scales = 0.02 * torch.rand(rows, width // group, generator=generator) + 0.01
-    return codes, scales, -7.5 * scales + 0.01 * torch.randn(rows, width // group, generator=generator)
-
-
-def dequantised(codes, scales, minima, group):
-    return (codes.float().unflatten(1, (-1, group)) * scales.unsqueeze(-1) + minima.unsqueeze(-1)).flatten(1)
-
-
 @pytest.mark.parametrize(("shape", "group"), [((576, 576), 32), ((64, 32), 32), ((128, 256), 128)])
 @pytest.mark.parametrize(("invariant", "copy"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
@@ -109,7 +81,7 @@ def test_int4_weights_are_scale_times_code_plus_minimum(shape, group, invariant,
     quantised = quantised_int4(*shape, group)
     x, bias = random(rows, shape[1], seed=1, dtype=torch.bfloat16), random(shape[0], dtype=torch.bfloat16)
     y = W4A16Linear(*quantised, bias, group, invariant, copy)(x)
-    exact = F.linear(x.float(), dequantised(*quantised, group), bias.float())
+    exact = F.linear(x.float(), dequantise(*quantised, group), bias.float())
     error = (y.float() - exact).norm() / exact.norm()
     assert y.dtype == torch.bfloat16
     assert error < 6e-3
@@ -130,7 +102,7 @@ def test_rounding_scale_and_minimum_to_bf16_costs_little():
     identity."""
     quantised = quantised_int4(576, 576, 32)
     linear = W4A16Linear(*quantised, None, 32, batch_invariant=True, bf16_copy=False)
-    dense = dequantised(*quantised, 32)
+    dense = dequantise(*quantised, 32)
     multiplied = linear(torch.eye(576, dtype=torch.bfloat16)).float().t()
     relative = float((multiplied - dense).norm() / dense.norm())
     assert 1e-4 < relative < 4e-3

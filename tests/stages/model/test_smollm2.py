@@ -63,9 +63,9 @@ def test_packed_weights_in_bf16_stay_near_the_fp32_distribution(
 ) -> None:
     ids = tokenizer.encode(TEXT)
     model = load_model(open_checkpoint(smollm2_path), w4_prefill=w4_prefill)
-    assert set(model.describe()["linears"]) == {
-        "w4a16 packed int4 + bf16 copy" if w4_prefill == "bf16-copy" else "w4a16 packed int4"
-    }
+    (kind,) = model.describe()["linears"]
+    assert kind.startswith("w4a16")
+    assert kind.endswith("+ bf16 copy") == (w4_prefill == "bf16-copy")
     got = Runner(model, "numba", "fp16").feed({0: ids}, all_rows=True)
     kld, agree = _divergence(got, teacher_forced_logits(reference, ids))
     print(f"{w4_prefill}: mean KL {kld:.2e} nats, top-1 {100 * agree:.1f} % over {len(ids)} positions")

@@ -1,0 +1,141 @@
+"""Matmul forms over packed weights, for processors that multiply bf16 themselves: one kernel for every row count."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.kernels.cpu.bf16_dot import available
+from deepinfer.kernels.cpu.packed_matmul import packed_matmul_kernel
+from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, CODE_BITS, P_BF16, P_INT4, P_INT8
+
+KINDS = {P_INT4: "w4a16 bf16 dot", P_INT8: "w8a16 bf16 dot", P_BF16: "dense bf16 dot"}
+GROUPS = (32, 64, 128, 256)
+COPY_ROWS = 16
+"""More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
+
+__all__ = ["PackedLinear", "available"]
+
+
+class PackedLinear:
+    """y = x W^T + bias for bf16 x, summed in fp32. Nothing is rounded but x and y: codes are exact in bf16, scales and
+    minima are kept in fp16 where that is exact and in fp32 where it is not. Rows are bit-equal for every row count.
+
+    Args:
+        kind: P_INT4, P_INT8 or P_BF16 of `cpu.packed_products`.
+        codes: [M, K], uint8 0 .. 15, int8, or bf16. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
+        bias: [M] or None. group: k that share a scale; 32, 64, 128 or 256.
+        out_dtype: of y, bf16 or fp32.
+        copy: bf16 [M, K], used instead for more than `COPY_ROWS` rows; they are then not bit-equal to few rows.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        codes: Tensor,
+        scales: Tensor | None = None,
+        minima: Tensor | None = None,
+        bias: Tensor | None = None,
+        group: int = CHUNK,
+        out_dtype: torch.dtype = torch.bfloat16,
+        copy: Tensor | None = None,
+    ) -> None:
+        factors = [part.float() for part in (scales, minima) if part is not None]
+        _check(kind, codes, factors, bias, group)
+        self.kind = KINDS[kind] + (" + bf16 copy" if copy is not None else "")
+        self._outputs, self._width = codes.shape
+        self._out_dtype, self._copy = out_dtype, copy
+        below, right = -self._outputs % BLOCK, -self._width % group
+        wide = any(not torch.equal(part.half().float(), part) for part in factors)
+        self._records = _pack(
+            kind, F.pad(codes, (0, right, 0, below)), [F.pad(p, (0, 0, 0, below)) for p in factors], wide
+        )
+        self._bias = torch.zeros(self._outputs + below)
+        if bias is not None:
+            self._bias[: self._outputs] = bias
+        self._blocks, self._groups = self._records.shape[:2]
+        self._padded_width = self._width + right
+        self._number, self._group, self._wide = kind, group, wide
+        self._kernel = packed_matmul_kernel(kind, group, wide, out_dtype == torch.bfloat16)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.step_bytes + (self._copy.nbytes if self._copy is not None else 0)
+
+    @property
+    def step_bytes(self) -> int:
+        return self._records.nbytes + self._bias.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x bf16 [N, K] to [N, M] of `out_dtype`, contiguous."""
+        rows, width = x.shape
+        if width != self._width or x.dtype != torch.bfloat16:
+            raise ValueError(f"x must be bf16 with {self._width} columns, not {x.dtype} with {width}")
+        if self._copy is not None and rows > COPY_ROWS:
+            return F.linear(x, self._copy, self._bias[: self._outputs].bfloat16()).to(self._out_dtype)
+        if width != self._padded_width:
+            x = F.pad(x, (0, self._padded_width - width))
+        x = x.contiguous()
+        y = torch.empty((rows, self._blocks * BLOCK), dtype=self._out_dtype)
+        sums = torch.empty((rows, self._groups)) if self._number == P_INT4 else self._bias
+        self._kernel(
+            x.data_ptr(),
+            self._records.data_ptr(),
+            self._bias.data_ptr(),
+            sums.data_ptr(),
+            y.data_ptr(),
+            rows,
+            self._blocks,
+            self._groups,
+        )
+        return y if y.shape[1] == self._outputs else y[:, : self._outputs].contiguous()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of W, as `linear.RowTable` has it."""
+        block, lane, each = ids.long() // BLOCK, ids.long() % BLOCK, torch.arange(len(ids))
+        records, code_bytes = self._records[block], BLOCK * self._group * CODE_BITS[self._number] // 8
+        stored = (torch.int16, torch.int8, torch.bfloat16)[self._number]
+        codes = records[..., :code_bytes].view(stored).unflatten(-1, (-1, BLOCK, 2))[each, :, :, lane]
+        if self._number == P_INT4:
+            codes = torch.stack([codes >> bit & 15 for bit in (0, 4, 8, 12)], dim=3)
+        weights = codes.flatten(2).float()
+        factor_dtype = torch.float32 if self._wide else torch.float16
+        factors = records[..., code_bytes:].view(factor_dtype).unflatten(-1, (-1, BLOCK))[each, :, :, lane].float()
+        if self._number != P_BF16:
+            weights = weights * factors[..., :1]
+        if self._number == P_INT4:
+            weights = weights + factors[..., 1:]
+        return weights.flatten(1)[:, : self._width].contiguous()
+
+
+def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None, group: int) -> None:
+    outputs, width = codes.shape
+    dtype, count = ((torch.uint8, 2), (torch.int8, 1), (torch.bfloat16, 0))[kind]
+    if codes.dtype != dtype:
+        raise ValueError(f"codes of {KINDS[kind]} must be {dtype}, not {codes.dtype}")
+    if group not in GROUPS or (factors and width % group):
+        raise ValueError(f"group_size must be 32, 64, 128 or 256 and divide {width}, not {group}")
+    if len(factors) != count or any(part.shape != (outputs, width // group) for part in factors):
+        shapes = [tuple(part.shape) for part in factors]
+        raise ValueError(
+            f"scales and minima of {KINDS[kind]} must be {count} of {(outputs, width // group)}, not {shapes}"
+        )
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
+
+
+def _pack(kind: int, codes: Tensor, factors: list[Tensor], wide: bool) -> Tensor:
+    """Records, uint8 [M / 16, K / group, record]. A group of codes without scales is one chunk."""
+    groups = factors[0].shape[1] if factors else codes.shape[1] // CHUNK
+    pairs = codes.unflatten(0, (-1, BLOCK)).unflatten(2, (groups, -1, 2)).permute(0, 2, 3, 1, 4)
+    if kind == P_INT4:
+        four = pairs.unflatten(2, (-1, 4)).int()  # [M / 16, groups, vectors, pair, 16, 2]
+        words = four[:, :, :, 0] | four[:, :, :, 1] << 4 | four[:, :, :, 2] << 8 | four[:, :, :, 3] << 12
+        parts = [torch.stack((words & 0xFF, words >> 8), dim=-1).to(torch.uint8)]
+    else:
+        parts = [pairs.contiguous().view(torch.uint8)]
+    for factor in factors:
+        lanes = factor.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+        parts.append((lanes if wide else lanes.half()).view(torch.uint8))
+    return torch.cat([part.flatten(2) for part in parts], dim=2).contiguous()

@@ -1,0 +1,201 @@
+"""Matmuls over packed weights: exact but for the rounding of y, and rows that do not depend on the batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matmul_cases import assert_rows_do_not_depend_on_the_batch, quantised_int4, quantised_int8, random
+
+from deepinfer.kernels import packed_linear
+from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT8
+from deepinfer.kernels.linear import DenseLinear, W4A16Linear, W8A16Linear, dequantise
+from deepinfer.kernels.ops import CpuOps
+from deepinfer.kernels.packed_linear import PackedLinear
+
+needs_bf16_dot = pytest.mark.skipif(not packed_linear.available(), reason="this processor has no AVX512-BF16")
+ROWS = [1, 2, 3, 4, 5, 8, 9, 21, 64, 70]
+
+
+def assert_is_the_exact_product(y, x, weight, bias):
+    """`weight` and `bias` float64. Sums run over at most 1,536 fp32 products; bf16 rounds once more."""
+    exact = F.linear(x.double(), weight, bias)
+    rounding = 2.0**-8 if y.dtype == torch.bfloat16 else 1e-5
+    assert y.is_contiguous()
+    assert torch.allclose(y.double(), exact, atol=2e-6 * float(exact.abs().max()), rtol=rounding)
+
+
+def int4_weight(codes, scales, minima, group):
+    grouped = codes.double().unflatten(1, (-1, group)) * scales.double().unsqueeze(-1) + minima.double().unsqueeze(-1)
+    return grouped.flatten(1)
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("shape", "group"), [((576, 576), 32), ((64, 32), 32), ((20, 64), 64), ((128, 256), 128), ((48, 512), 256)]
+)
+def test_int4_weights_are_scale_times_code_plus_minimum(shape, group, rows):
+    codes, scales, minima = quantised_int4(*shape, group)
+    x, bias = random(rows, shape[1], seed=1, dtype=torch.bfloat16), random(shape[0])
+    for dtype in (torch.bfloat16, torch.float32):
+        y = PackedLinear(P_INT4, codes, scales, minima, bias, group, dtype)(x)
+        assert y.dtype == dtype
+        assert_is_the_exact_product(y, x, int4_weight(codes, scales, minima, group), bias.double())
+
+
+@needs_bf16_dot
+def test_every_code_of_every_place_in_a_group_counts():
+    """Multiplying the identity gives the weights back, exactly: nothing about them is rounded."""
+    codes, scales, minima = quantised_int4(32, 128, 64)
+    scales, minima = scales.half().float(), minima.half().float()
+    weight = PackedLinear(P_INT4, codes, scales, minima, None, 64, torch.float32)(torch.eye(128).bfloat16()).t()
+    assert torch.equal(
+        weight, torch.addcmul(minima.repeat_interleave(64, 1), codes.float(), scales.repeat_interleave(64, 1))
+    )
+    codes, scales = quantised_int8(48, 64)
+    weight = PackedLinear(P_INT8, codes, scales, out_dtype=torch.float32)(torch.eye(64).bfloat16()).t()
+    assert torch.equal(weight, codes.float() * scales.repeat_interleave(32, 1))
+
+
+@needs_bf16_dot
+def test_scales_take_half_the_memory_where_fp16_holds_them_exactly():
+    codes, scales, minima = quantised_int4(64, 64, 32)
+    exact = PackedLinear(P_INT4, codes, scales, minima)
+    rounded = PackedLinear(P_INT4, codes, scales.half(), minima.half())
+    assert exact.weight_bytes - rounded.weight_bytes == 2 * 2 * scales.numel()
+    assert rounded.weight_bytes == 64 * 64 * 5 // 8 + 4 * 64
+    too_large = PackedLinear(P_INT4, codes, 1e5 * scales, minima, out_dtype=torch.float32)
+    x = random(3, 64, seed=1, dtype=torch.bfloat16)
+    assert_is_the_exact_product(too_large(x), x, int4_weight(codes, 1e5 * scales, minima, 32), None)
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", [(576, 576), (20, 32), (1000, 64)])
+def test_int8_weights_are_code_times_scale(shape, rows):
+    codes, scales = quantised_int8(*shape)
+    x, bias = random(rows, shape[1], seed=2, dtype=torch.bfloat16), random(shape[0], seed=3)
+    weight = (codes.double().unflatten(1, (-1, 32)) * scales.double().unsqueeze(-1)).flatten(1)
+    for dtype in (torch.bfloat16, torch.float32):
+        y = PackedLinear(P_INT8, codes, scales, bias=bias, out_dtype=dtype)(x)
+        assert_is_the_exact_product(y, x, weight, bias.double())
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", [(576, 576), (576, 1536), (32, 48), (20, 40)])
+def test_bf16_weights_are_multiplied_as_they_are(shape, rows):
+    weight, bias = random(*shape, dtype=torch.bfloat16), random(shape[0], seed=2, dtype=torch.bfloat16)
+    x = random(rows, shape[1], seed=1, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        y = PackedLinear(P_BF16, weight, bias=bias, out_dtype=dtype)(x)
+        assert_is_the_exact_product(y, x, weight.double(), bias.double())
+
+
+def every_kind(outputs, width):
+    codes, scales, minima = quantised_int4(outputs, width, 32)
+    yield PackedLinear(P_INT4, codes, scales, minima)
+    yield PackedLinear(P_INT4, codes, scales.half(), minima.half(), group=32, out_dtype=torch.float32)
+    yield PackedLinear(P_INT8, *quantised_int8(outputs, width), out_dtype=torch.float32)
+    yield PackedLinear(P_BF16, random(outputs, width, dtype=torch.bfloat16))
+
+
+@needs_bf16_dot
+def test_rows_of_the_weights_come_back_exactly():
+    ids = torch.tensor([37, 0, 15, 16, 37, 39], dtype=torch.int32)
+    for wide in (False, True):
+        codes, scales, minima = quantised_int4(40, 128, 64)
+        if not wide:
+            scales, minima = scales.half().float(), minima.half().float()
+        rows = PackedLinear(P_INT4, codes, scales, minima, None, 64).rows(ids)
+        assert torch.equal(rows, dequantise(codes, scales, minima, 64)[ids.long()])
+        codes, scales = quantised_int8(40, 64)
+        scales = scales if wide else scales.half().float()
+        assert torch.equal(
+            PackedLinear(P_INT8, codes, scales).rows(ids), (codes.float() * scales.repeat_interleave(32, 1))[ids.long()]
+        )
+    weight = random(40, 48, dtype=torch.bfloat16)
+    assert torch.equal(PackedLinear(P_BF16, weight).rows(ids), weight.float()[ids.long()])
+    assert PackedLinear(P_BF16, weight).rows(ids[:0]).shape == (0, 48)
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize("shape", [(576, 576), (100, 1536)])
+def test_rows_are_bit_equal_in_any_batch_and_chunk(shape):
+    x = random(150, shape[1], seed=1, dtype=torch.bfloat16)
+    for linear in every_kind(*shape):
+        assert_rows_do_not_depend_on_the_batch(linear, x[:70])
+        whole = linear(x)
+        for chunk in (1, 7, 64, 128, 149):
+            assert torch.equal(torch.cat([linear(part) for part in x.split(chunk)]), whole)
+
+
+@needs_bf16_dot
+def test_a_row_that_is_not_finite_stays_alone():
+    x = random(13, 96, seed=1, dtype=torch.bfloat16)
+    for linear in every_kind(48, 96):
+        clean = linear(x)
+        for value in (float("nan"), float("inf")):
+            broken = x.clone()
+            broken[5, 17] = value
+            y = linear(broken)
+            assert not y[5].isfinite().any()
+            others = [row for row in range(13) if row != 5]
+            assert torch.equal(y[others], clean[others])
+
+
+@needs_bf16_dot
+def test_only_a_copy_costs_memory_and_only_many_rows_use_it():
+    codes, scales, minima = quantised_int4(576, 576, 32)
+    packed = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=False, bf16_copy=False)
+    copied = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=False, bf16_copy=True)
+    invariant = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=True, bf16_copy=True)
+    assert copied.weight_bytes == packed.weight_bytes + 2 * 576 * 576
+    assert invariant.weight_bytes == packed.weight_bytes
+    assert (packed.kind, copied.kind) == ("w4a16 bf16 dot", "w4a16 bf16 dot + bf16 copy")
+    x = random(17, 576, seed=1, dtype=torch.bfloat16)
+    assert torch.equal(copied(x[:16]), packed(x[:16]))
+    dense = F.linear(x, dequantise(codes, scales, minima, 32).bfloat16())
+    assert torch.equal(copied(x), dense)
+    assert not torch.equal(packed(x), dense)
+
+
+def test_without_bf16_dot_products_the_other_kernels_serve(monkeypatch):
+    monkeypatch.setattr(packed_linear, "available", lambda: False)
+    ops, four = CpuOps(), quantised_int4(32, 64, 32)
+    assert isinstance(ops.w4a16(*four, None, 32, batch_invariant=True, bf16_copy=False), W4A16Linear)
+    assert isinstance(ops.w8a16(*quantised_int8(32, 64)), W8A16Linear)
+    assert isinstance(ops.dense(random(32, 64, dtype=torch.bfloat16), None, True), DenseLinear)
+
+
+@needs_bf16_dot
+def test_with_them_packed_weights_serve_but_for_fp32():
+    ops = CpuOps()
+    assert isinstance(ops.dense(random(32, 64, dtype=torch.bfloat16), None, True), PackedLinear)
+    assert isinstance(ops.w8a16(*quantised_int8(32, 64)), PackedLinear)
+    assert isinstance(ops.dense(random(32, 64), None, True), DenseLinear)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codes", "factors", "message"),
+    [
+        (P_INT4, torch.zeros(32, 48, dtype=torch.uint8), [torch.zeros(32, 1)] * 2, "divide 48"),
+        (P_INT4, torch.zeros(32, 64, dtype=torch.int8), [torch.zeros(32, 2)] * 2, "must be torch.uint8"),
+        (P_INT4, torch.zeros(32, 64, dtype=torch.uint8), [torch.zeros(32, 2)], r"must be 2 of \(32, 2\)"),
+        (P_INT8, torch.zeros(32, 64, dtype=torch.int8), [torch.zeros(32, 1)], r"not \[\(32, 1\)\]"),
+        (P_BF16, torch.zeros(32, 64), [], "must be torch.bfloat16"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(kind, codes, factors, message):
+    with pytest.raises(ValueError, match=message):
+        PackedLinear(kind, codes, *factors)
+
+
+@needs_bf16_dot
+def test_activations_that_do_not_fit_are_refused():
+    linear = PackedLinear(P_BF16, random(32, 64, dtype=torch.bfloat16), bias=torch.zeros(32))
+    with pytest.raises(ValueError, match="x must be bf16 with 64 columns"):
+        linear(random(1, 32, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="with 64 columns, not torch"):
+        linear(random(1, 64))
+    with pytest.raises(ValueError, match="bias"):
+        PackedLinear(P_BF16, random(32, 64, dtype=torch.bfloat16), bias=torch.zeros(31))
