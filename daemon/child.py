@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 
 from deepinfer.daemon.config import EngineConfig
 from deepinfer.daemon.engine_process import start_line, vocabulary_line
 from deepinfer.daemon.topology import Topology
+from deepinfer.stages.flight_record import RECORD_BYTES, FlightRecord
 
 KILL_AFTER_SECONDS = 5.0
 
@@ -21,14 +23,21 @@ class EngineProcess:
     tether: when the front dies, for whatever reason, the engine reads the end of it and exits."""
 
     def __init__(self, config: EngineConfig, topology: Topology) -> None:
-        self._process = subprocess.Popen(
+        with tempfile.TemporaryFile() as file:
+            file.truncate(RECORD_BYTES)
+            self._record = FlightRecord(file.fileno())
+            self._process = self._spawn(file.fileno())
+            self._write(start_line(config, topology, file.fileno()))
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-m", "deepinfer.daemon.engine_process"],
+            pass_fds=(descriptor,),
             stdin=subprocess.PIPE,
             bufsize=0,
             stdout=sys.stderr,
             start_new_session=True,
         )
-        self._write(start_line(config, topology))
 
     @property
     def pid(self) -> int:
@@ -42,11 +51,15 @@ class EngineProcess:
         return self._process.poll()
 
     def death(self) -> str:
-        """How it ended, in words."""
+        """How it ended, in words. Waits for the end."""
         code = self._process.wait()
         if code < 0:
             return f"the engine process was killed by {signal.Signals(-code).name}"
         return f"the engine process ended with exit code {code}"
+
+    def running(self) -> list[int]:
+        """The requests that it was computing when it died."""
+        return self._record.running()
 
     def kill(self) -> None:
         """By force; `ended` notices it."""
@@ -61,6 +74,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._record.close()
 
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # It died already; `death` says how.

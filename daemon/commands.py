@@ -87,10 +87,15 @@ def show_status(where: Path | Connection, as_json: bool) -> int:
     from deepinfer.daemon.display import summary_rows, wide_console
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in [("phase", status["phase"]), *summary_rows(status), *_live_rows(status)]:
+    for name, value in [("phase", _phase(status)), *summary_rows(status), *_live_rows(status)]:
         table.add_row(name, value)
     wide_console().print(table, highlight=False)
     return code
+
+
+def _phase(status: dict[str, Any]) -> str:
+    phase = status["phase"]
+    return f"{phase}: {status['hung']} has work and does not move" if phase == "hung" else phase
 
 
 def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:

@@ -140,6 +140,12 @@ class DaemonConfig(EngineConfig):
     max_restarts: int = setting(
         3, "Engine restarts in a row, without a token in between, after which the daemon gives up. 0 is never.", low=0
     )
+    hang_timeout_s: int = setting(
+        30,
+        "Seconds that a stage of the engine may have work and not move before the engine is killed and started again; "
+        "at half of it, status says hung.",
+        low=2,
+    )
     restart_window_s: int = setting(60, "Seconds that an engine must have been ready to end such a row.", low=0)
     drain_s: int = setting(30, "Seconds that running requests get to finish after SIGTERM.", low=0)
 

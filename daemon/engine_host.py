@@ -20,6 +20,7 @@ from deepinfer.kernels.cpu_runtime import configure_threads, describe
 from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.stages.compute import ComputeThread
 from deepinfer.stages.decode import DecodeStage
+from deepinfer.stages.flight_record import FlightRecord
 from deepinfer.stages.lanes import Lanes
 from deepinfer.stages.memory.arena import HostArena
 from deepinfer.stages.memory.entries import ResidencyConfig
@@ -96,6 +97,7 @@ class EngineHost:
         tables = self.model.rope_tables(self.max_context)
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         self.executor = Executor(self.model, self.attention, self._graphs())
+        self.prefill_executor = Executor(self.model, self.attention)
         self._reserve(self.plan.activations + self.plan.scratch + self.plan.graphs)
         self.ops.synchronize()
         self.lanes = Lanes(self.ops, self.compute)
@@ -137,15 +139,22 @@ class EngineHost:
         return None if capture is None else StepGraphs(capture, self.config.max_running, self.max_context)
 
     def start(
-        self, context: zmq.Context, topology: Topology, vocabulary: Vocabulary, copy: CopyRows = copy_rows
+        self,
+        context: zmq.Context,
+        topology: Topology,
+        vocabulary: Vocabulary,
+        copy: CopyRows = copy_rows,
+        record: FlightRecord | None = None,
     ) -> None:
-        """Run the stages. `copy` moves rows between pool and host; tests put slow or failing ones in its place."""
+        """Run the stages. `copy` moves rows between pool and host; tests put slow or failing ones in its place.
+        `record` outlives this process."""
         config, model_config = self.config, self.model.config
         valid = min(vocabulary.num_valid_tokens, model_config.vocab_size)
         eos = frozenset(model_config.eos_token_ids) | frozenset(vocabulary.eos_token_ids)
         sampler = Sampler(model_config.vocab_size, valid, eos)
-        runner = ModelRunner(self.executor, sampler, self.lanes.decode)
-        prefill_runner = ModelRunner(Executor(self.model, self.attention), sampler, self.lanes.prefill)
+        record = record if record is not None else FlightRecord()
+        runner = ModelRunner(self.executor, sampler, self.lanes.decode, record.decode)
+        prefill_runner = ModelRunner(self.prefill_executor, sampler, self.lanes.prefill, record.prefill)
         can_swap = self.arena.num_rows > 0
         residency = Residency(
             BlockLedger(self.plan.num_blocks, PrefixTree() if config.prefix_cache else None),
@@ -224,6 +233,12 @@ class EngineHost:
             if give_up is not None and monotonic() > give_up:
                 return False
         return True
+
+    def pulses(self) -> dict[str, tuple[bool, int]]:
+        """Of every thread: whether it has work, and its progress. From any thread."""
+        working, calls = self.lanes.pulse()
+        compute = (working, calls + self.executor.progress + self.prefill_executor.progress)
+        return {"compute": compute, **{stage.name: stage.pulse() for stage in self.stages}}
 
     def failure(self) -> BaseException | None:
         return next((stage.failure for stage in self.stages if stage.failure is not None), None)

@@ -6,6 +6,7 @@ as the front lives: its end is how the engine learns that it is alone.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -21,12 +22,15 @@ import zmq
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.topology import Topology
 from deepinfer.kernels.openmp import limit_spinning
-from deepinfer.stages.messages import EngineFailed, EngineReady, LoadProgress, Message, encode
+from deepinfer.stages.flight_record import FlightRecord
+from deepinfer.stages.messages import EngineFailed, EngineReady, Heartbeat, LoadProgress, Message, encode
 from deepinfer.stages.model.errors import ModelError
 
 PROGRESS_SECONDS = 0.05
 LAST_WORDS_MS = 30_000
 """Admission may not be listening yet when the engine refuses its settings. If the front is gone, nobody waits."""
+PR_SET_PDEATHSIG = 1
+HEARTBEAT_SECONDS = 0.25
 ORPHANED = 3
 """Exit code when the front went away."""
 
@@ -56,8 +60,9 @@ class FrontLink:
         self._context.term()
 
 
-def start_line(config: EngineConfig, topology: Topology) -> bytes:
-    payload = {"config": dataclasses.asdict(config), "topology": dataclasses.asdict(topology)}
+def start_line(config: EngineConfig, topology: Topology, record: int) -> bytes:
+    """`record`: the inherited descriptor of the flight record."""
+    payload = {"config": dataclasses.asdict(config), "topology": dataclasses.asdict(topology), "record": record}
     return json.dumps(payload).encode() + b"\n"
 
 
@@ -69,6 +74,7 @@ def main() -> int:
     """Returns the exit code; the caller leaves without waiting for threads, which may be anywhere."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
     os.umask(0o077)
     start = json.loads(sys.stdin.buffer.readline())
     config = EngineConfig(**start["config"])
@@ -76,7 +82,7 @@ def main() -> int:
     context = zmq.Context()
     link = FrontLink(topology.admission)
     try:
-        _serve(config, topology, context, link)
+        _serve(config, topology, context, link, start["record"])
     except (ConfigError, ModelError) as error:
         link.send(EngineFailed(error=str(error), config_error=True))
         return 1
@@ -89,7 +95,7 @@ def main() -> int:
     return 0
 
 
-def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link: FrontLink) -> None:
+def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link: FrontLink, record: int) -> None:
     lines: list[bytes] = []
     arrived = threading.Event()
     threading.Thread(target=_watch_front, args=(lines, arrived), daemon=True).start()
@@ -101,13 +107,21 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     link.progress("compiling kernels", 0, 0)
     host.warm_up()
     arrived.wait()
-    host.start(context, topology, Vocabulary(**json.loads(lines[0])))
-    link.send(EngineReady(summary=host.summary()))
-    host.wait()
+    host.start(context, topology, Vocabulary(**json.loads(lines[0])), record=FlightRecord(record))
+    link.send(EngineReady(summary=host.summary(), pid=os.getpid()))
+    while not host.wait(HEARTBEAT_SECONDS):
+        link.send(Heartbeat(pulses=host.pulses()))
     failure = host.failure()
     if failure is not None:
         raise failure
     context.term()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the thread that started this process ends: unlike the end of standard input, that
+    also reaches a process that is stopped. Only Linux has it; elsewhere a stopped engine lives until it goes on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch_front(lines: list[bytes], arrived: threading.Event) -> None:

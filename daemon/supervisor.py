@@ -11,6 +11,7 @@ from pathlib import Path
 from deepinfer.daemon.child import EngineProcess
 from deepinfer.daemon.config import DaemonConfig, EngineConfig
 from deepinfer.daemon.topology import Topology, two_processes
+from deepinfer.daemon.watchdog import ADMISSION, Watchdog
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.messages import EngineDied, Message
 
@@ -23,19 +24,20 @@ GIVE_UP_SECONDS = 10.0
 
 
 class RestartBudget:
-    """`limit` restarts in a row. A row ends when an engine has produced a token, or has been ready for `window_s`."""
+    """`limit` restarts in a row. A row ends when an engine has produced a token, when a request was found to have
+    killed the last ones, and when an engine has been ready for `window_s`."""
 
     def __init__(self, limit: int, window_s: float) -> None:
         self._limit = limit
         self._window_s = window_s
-        self._tokens = 0
+        self._advances = 0
         self.in_a_row = 0
 
-    def allow(self, tokens: int, ready_s: float) -> bool:
-        """An engine has died. `tokens`: produced by all engines so far; `ready_s`: how long this one was ready."""
-        if tokens > self._tokens or ready_s > self._window_s:
+    def allow(self, advances: int, ready_s: float) -> bool:
+        """An engine has died. `advances`: tokens and culprits so far; `ready_s`: how long this one was ready."""
+        if advances > self._advances or ready_s > self._window_s:
             self.in_a_row = 0
-        self._tokens = tokens
+        self._advances = advances
         self.in_a_row += 1
         return self.in_a_row <= self._limit
 
@@ -59,8 +61,12 @@ class Supervisor:
         self._budget = RestartBudget(config.max_restarts, config.restart_window_s)
         self._vocabulary: tuple[int, tuple[int, ...]] | None = None
         self._generation = 0
+        self._process: EngineProcess
+        self._watchdog: Watchdog
         self._ready_at: float | None = None
         self._died_at: float | None = None
+        self._hang = ""
+        """Why we have killed it, in words."""
         self._told_end = False
         self.cut = False
         """Running requests are being cut: an engine that dies now is not replaced."""
@@ -73,24 +79,47 @@ class Supervisor:
 
     def look(self) -> None:
         now = time.monotonic()
-        phase = self._board.phase
-        if phase in ("ready", "draining") and self._ready_at is None:
+        if self._ready_at is None and self._board.ready_pid == self._process.pid:
             self._ready_at = now
         code = self._process.ended()
         if code is not None and not self._board.over:
             self._notice_death(code, now)
-        elif phase == "loading" and now > self._start_by:
-            self._board.fail(f"the engine was not ready after {self._config.start_timeout_s} s")
-        elif phase == "restarting" and now > self._start_by:
-            logger.error("the engine was not ready after %d s and is killed", self._config.start_timeout_s)
-            self._process.kill()
+        elif self._ready_at is not None and not self.cut:
+            self._watch(now)
+        elif self._ready_at is None and now > self._start_by:
+            self._overdue()
 
     def end(self) -> None:
         """The engine is gone when this returns, by force if it must be."""
         self._process.end()
 
+    def _overdue(self) -> None:
+        words = f"the engine was not ready after {self._config.start_timeout_s} s"
+        if self._generation == 0:
+            self._board.fail(words)
+        else:
+            self._hang = words
+            self._process.kill()
+
+    def _watch(self, now: float) -> None:
+        """A stage that has work and does not move is named; if it stays so, the engine is as good as dead."""
+        board, watchdog = self._board, self._watchdog
+        watchdog.look(now, board.turns, *board.heartbeat)
+        board.health = watchdog.report()
+        suspect = watchdog.stalled(0.5)
+        if suspect and not board.hung:
+            logger.warning("%s has work and does not move", suspect)
+        board.hung = suspect
+        hung = watchdog.stalled()
+        if hung and hung != ADMISSION:
+            self._hang = f"the engine hung: {hung} had work and did not move for {self._config.hang_timeout_s} s"
+            logger.error("%s; it is killed", self._hang)
+            self._process.kill()
+
     def _start(self, config: EngineConfig) -> None:
         self._ready_at = self._died_at = None
+        self._hang = self._board.hung = ""
+        self._watchdog = Watchdog(self._config.hang_timeout_s, time.monotonic())
         self._start_by = time.monotonic() + self._config.start_timeout_s
         self._process = EngineProcess(config, self._topology)
         self._board.info["engine_pid"] = self._process.pid
@@ -109,22 +138,23 @@ class Supervisor:
         patience = LAST_WORDS_SECONDS[code == 0]
         if not self._told_end and now > self._died_at + patience:
             self._told_end = True
-            self._tell(EngineDied(error=self._process.death()))
+            self._tell(EngineDied(error=self._hang or self._process.death()))
         elif now > self._died_at + patience + GIVE_UP_SECONDS:
-            self._board.fail(self._process.death())
+            self._board.fail(self._hang or self._process.death())
 
     def _may_restart(self, now: float) -> bool:
-        if self._board.phase == "loading" or self.cut:
+        if self.cut or (self._generation == 0 and self._ready_at is None):
             return False
         ready_s = 0.0 if self._ready_at is None else now - self._ready_at
-        allowed = self._budget.allow(self._board.tokens, ready_s)
+        allowed = self._budget.allow(self._board.advances, ready_s)
         if not allowed:
             logger.error("%d engines died in a row; no other is started", self._budget.in_a_row)
         return allowed
 
     def _restart(self) -> None:
         """With the pool of the first engine: every request that was accepted fits into that one."""
-        error = self._process.death()
+        error = self._hang or self._process.death()
+        running = self._process.running()
         self._process.end()
         logger.warning("%s; a new one is started (%d in a row)", error, self._budget.in_a_row)
         for address in (self._topology.admission, self._topology.decode):
@@ -133,4 +163,5 @@ class Supervisor:
         self._topology = two_processes(self._folder, self._config.endpoint, self._generation)
         num_blocks = self._board.summary["num_blocks"]
         self._start(dataclasses.replace(self._config.engine(), num_blocks=num_blocks, max_cache=None))
-        self._tell(EngineDied(error=error, admission=self._topology.admission, decode=self._topology.decode))
+        admission, decode = self._topology.admission, self._topology.decode
+        self._tell(EngineDied(error=error, admission=admission, decode=decode, running=running))

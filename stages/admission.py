@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -80,7 +80,8 @@ class AdmissionStage(Stage):
     ) -> None:
         """`supervised`: a new engine is started when this one dies, or `EngineDied` says that there will be none."""
         super().__init__(context, inbox, {})
-        self._engine = EnginePort(self)
+        self._live: dict[int, LiveRequest] = {}
+        self._engine = EnginePort(self, self._live)
         self._engine_addresses = engine
         self._supervised = supervised
         self._clients_address = clients
@@ -94,7 +95,6 @@ class AdmissionStage(Stage):
         self._draining = False
         self._cut = False
         self._next_rid = 1
-        self._live: dict[int, LiveRequest] = {}
         self._by_stream: dict[tuple[bytes, RequestId], int] = {}
         self._blocked: dict[int, float] = {}
         """Requests whose client does not read now, and since when."""
@@ -117,6 +117,7 @@ class AdmissionStage(Stage):
         self.on(messages.Preempted, lambda m: self._on_parking(m.rid, LiveRequest.preempted))
         self.on(messages.Resumed, lambda m: self._on_parking(m.rid, LiveRequest.resumed))
         self.on(messages.Snapshot, self._on_snapshot)
+        self.on(messages.Heartbeat, self._on_heartbeat)
         self.on(messages.LoadProgress, self._on_progress)
         self.on(messages.EngineReady, self._on_ready)
         self.on(messages.EngineFailed, self._on_engine_failed)
@@ -162,17 +163,19 @@ class AdmissionStage(Stage):
         self._limits = msgspec.structs.replace(self._limits, vocab_size=vocab_size)
         self._capacity = Capacity(summary["context"], summary["num_blocks"], summary["block_size"], vocab_size)
         self._board.summary = summary
+        self._board.ready_pid = message.pid
         self._board.limits = self._limits.to_dict()
         self._board.set_phase("draining" if self._draining else "ready")
         self._engine.up = True
-        for live in self._live.values():
-            if not live.over:
-                self._engine.submit(live)
+        self._engine.submit_waiting()
         if self._draining:
             self._engine.drain(self._cut)
 
     def _on_snapshot(self, message: messages.Snapshot) -> None:
         self._board.engine_says(message.stats)
+
+    def _on_heartbeat(self, message: messages.Heartbeat) -> None:
+        self._board.heartbeat = (monotonic(), message.pulses)
 
     def _on_engine_failed(self, message: messages.EngineFailed) -> None:
         """An engine that was ready once can be started again; why the first one did not start, the user must hear."""
@@ -193,8 +196,17 @@ class AdmissionStage(Stage):
         else:
             self._engine.connect(EngineAddresses(message.admission, message.decode))
             self._board.set_phase("restarting")
+            self._convict(message.running)
             for live in list(self._live.values()):
                 self._bereave(live)
+
+    def _convict(self, running: Sequence[int]) -> None:
+        guilty = self._engine.convict(running)
+        if guilty is not None:
+            logger.error("request %d killed the engine twice, at token %d", guilty.rid, len(guilty.generated))
+            self._board.advances += 1
+            guilty.fail(ProtocolError("engine_killer", "the engine died twice while it computed this request"))
+            self._flush(guilty)
 
     def _give_up(self, error: str, config_error: bool = False) -> None:
         """There will be no engine any more."""
@@ -237,13 +249,14 @@ class AdmissionStage(Stage):
             self._end_all(ProtocolError("shutting_down", "the daemon is stopping"))
 
     def _on_tokens(self, message: messages.Tokens) -> None:
-        self._board.tokens += len(message.items)
+        self._board.advances += len(message.items)
         for item in message.items:
             live = self._live.get(item.rid)
             if live is None:
                 continue
             was_stopped = live.stopped
             live.token(item)
+            self._engine.moved(item.rid)
             if live.stopped and not was_stopped:
                 self._engine.cancel(live, "stop")
             self._flush(live)
@@ -367,6 +380,8 @@ class AdmissionStage(Stage):
 
     def _flush(self, live: LiveRequest) -> None:
         """Send what waits for this client, as far as it reads."""
+        if live.over:
+            self._engine.moved(live.rid)
         while (payload := live.next_event()) is not None:
             delivery = client_port.send(self._clients, live.route.frames(payload))
             if delivery is Delivery.FULL:
@@ -402,6 +417,7 @@ class AdmissionStage(Stage):
 
     def _forget(self, live: LiveRequest) -> None:
         self._live.pop(live.rid, None)
+        self._engine.moved(live.rid)
         self._by_stream.pop((live.route.identity, live.client_id), None)
         self._blocked.pop(live.rid, None)
 
@@ -415,6 +431,7 @@ class AdmissionStage(Stage):
         for identity in self._peers.left():
             self._client_gone(identity)
         now = monotonic()
+        self._board.turns += 1
         for rid, since in list(self._blocked.items()):
             live = self._live.get(rid)
             if live is None:

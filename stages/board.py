@@ -5,11 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from deepinfer.stages.stage import monotonic
-
 FINAL = ("failed", "stopped")
-HUNG_SECONDS = 30.0
-"""The engine speaks four times a second, but not while a prefill chunk is out: longer than any chunk should take."""
 
 
 class StatusBoard:
@@ -23,10 +19,19 @@ class StatusBoard:
         self.summary: dict[str, Any] = {}
         self.limits: dict[str, int] = {}
         self.stats: dict[str, Any] = {}
-        self.stats_at = 0.0
         self.front: dict[str, int] = {}
-        self.tokens = 0
-        """Tokens that engines have produced: how the supervisor sees that a restart was worth it."""
+        self.ready_pid = 0
+        """The last engine process that was ready."""
+        self.turns = 0
+        """Of admission."""
+        self.heartbeat: tuple[float, dict[str, tuple[bool, int]]] = (0.0, {})
+        """When the last one came, and what it said."""
+        self.health: dict[str, dict[str, Any]] = {}
+        """By stage; written by the watchdog."""
+        self.hung = ""
+        """What has stood still for too long."""
+        self.advances = 0
+        """Tokens that engines have produced, and requests that were found to kill them: what a restart is good for."""
         self.engine_deaths = 0
         self.last_engine_death = ""
         self._dead_engines: dict[str, Any] = {}
@@ -56,17 +61,12 @@ class StatusBoard:
         self.stats = {
             name: value + self._dead_engines.get(name, 0) if _is_total(name) else value for name, value in stats.items()
         }
-        self.stats_at = monotonic()
 
     def engine_died(self, error: str) -> None:
         self.engine_deaths += 1
         self.last_engine_death = error
         self._dead_engines = {name: value for name, value in self.stats.items() if _is_total(name)}
         self.stats = dict(self._dead_engines)
-
-    def engine_silence(self) -> float:
-        """Seconds since the engine was last heard of; 0 while it need not speak."""
-        return monotonic() - self.stats_at if self.stats_at and self.phase in ("ready", "draining") else 0.0
 
     def metrics(self) -> dict[str, Any]:
         """Counters and gauges by the names of docs/operations.md."""
@@ -76,11 +76,11 @@ class StatusBoard:
     def status(self) -> dict[str, Any]:
         """What `status` answers, on the client socket and on the control socket alike."""
         stats = self.stats
-        silence = self.engine_silence()
         return {
             **self.info,
-            "phase": "hung" if silence > HUNG_SECONDS else self.phase,
-            "engine_silent_s": round(silence, 2),
+            "phase": "hung" if self.hung and not self.over else self.phase,
+            "hung": self.hung,
+            "health": self.health,
             "error": self.error,
             "engine_deaths": self.engine_deaths,
             "last_engine_death": self.last_engine_death,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -21,10 +22,21 @@ class ComputeThread:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self.working = False
+        self.progress = 0
+        """Calls that have begun."""
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `function`, or what it raised."""
-        return self._pool.submit(function, *args, **kwargs).result()
+        return self._pool.submit(self._call, partial(function, *args, **kwargs)).result()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        self.progress += 1
+        self.working = True
+        try:
+            return function()
+        finally:
+            self.working = False
 
     def close(self) -> None:
         self._pool.shutdown()

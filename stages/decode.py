@@ -371,6 +371,11 @@ class DecodeStage(Stage):
             "progress": self.progress,
         }
 
+    def pulse(self) -> tuple[bool, int]:
+        """Requests are work as long as it is its turn to do something for them."""
+        waits = self._waits and (self._waits_for_chunk() or not self._residency.entries)
+        return not waits, self.progress
+
     def poll_timeout_ms(self) -> int:
         return int(SNAPSHOT_SECONDS * 1000)
 

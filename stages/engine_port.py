@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from deepinfer.stages.blame import Blame
 from deepinfer.stages.live import LiveRequest
 from deepinfer.stages.messages import Cancel, Drain
 from deepinfer.stages.stage import Stage
@@ -20,8 +22,10 @@ class EnginePort:
     """Owned by admission, used in its thread. A request is with an engine from `submit` until it ends or the engine
     dies; while there is no engine, requests wait with admission."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, live: Mapping[int, LiveRequest]) -> None:
         self._stage = stage
+        self._live = live
+        self._blame = Blame()
         self.up = False
         """The engine has said that it is ready."""
         self.last_words = ""
@@ -38,10 +42,27 @@ class EnginePort:
         self._stage.remove_outbox("decode")
         self.up = False
 
+    def convict(self, running: Sequence[int]) -> LiveRequest | None:
+        """The engine died while it computed these. The one that killed it, if that is known now."""
+        open_ones = (self._live[rid] for rid in running if rid in self._live)
+        guilty = self._blame.died({live.rid: len(live.generated) for live in open_ones if not live.over})
+        return None if guilty is None else self._live[guilty]
+
     def submit(self, live: LiveRequest) -> None:
-        if self.up:
+        if self.up and not self._blame.holds(live.rid):
             live.submitted = True
             self._stage.send("decode", live.submission())
+
+    def submit_waiting(self) -> None:
+        """In order of arrival."""
+        for live in self._live.values():
+            if not live.submitted and not live.over:
+                self.submit(live)
+
+    def moved(self, rid: int) -> None:
+        """It has yielded a token, or it has ended."""
+        if self._blame.clear(rid):
+            self.submit_waiting()
 
     def cancel(self, live: LiveRequest, reason: str) -> bool:
         """False when no engine has it: then nobody but admission will end it."""

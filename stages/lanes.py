@@ -60,6 +60,10 @@ class Lanes:
         for lane in lanes:
             lane.others = tuple(other for other in lanes if other is not lane)
 
+    def pulse(self) -> tuple[bool, int]:
+        """Whether anything is being computed, and how often that has begun. From any thread."""
+        return any(thread.working for thread in self._threads), sum(thread.progress for thread in self._threads)
+
     def close(self) -> None:
         for thread in self._threads:
             thread.close()

@@ -111,8 +111,17 @@ class Snapshot(Message, frozen=True, tag="snapshot"):
     stats: dict
 
 
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """From the main thread of the engine process. For each of its threads: whether it has work, and its progress."""
+
+    pulses: dict[str, tuple[bool, int]]
+
+
 class EngineReady(Message, frozen=True, tag="ready"):
+    """`pid`: which process it is that is ready."""
+
     summary: dict
+    pid: int = 0
 
 
 class LoadProgress(Message, frozen=True, tag="progress"):
@@ -135,6 +144,8 @@ class EngineDied(Message, frozen=True, tag="died"):
     error: str
     admission: str = ""
     decode: str = ""
+    running: list[int] = []
+    """The requests that it was computing."""
 
 
 class EngineStopped(Message, frozen=True, tag="stopped"):
@@ -236,6 +247,7 @@ AnyMessage = (
     | Preempted
     | Resumed
     | Snapshot
+    | Heartbeat
     | EngineReady
     | LoadProgress
     | EngineFailed

@@ -38,6 +38,7 @@ ERROR_CODES: dict[str, ErrorCode] = {
     "deadline_exceeded": ErrorCode(True, "`deadline_ms` passed before the stream was complete"),
     "slow_consumer": ErrorCode(True, "the client did not read its events and the buffer for them is full"),
     "non_finite_logits": ErrorCode(False, "the model computed NaN or infinity for this request"),
+    "engine_killer": ErrorCode(False, "the engine died twice while it computed this request"),
     "engine_failed": ErrorCode(True, "the engine died and no other one could take the stream up"),
     "internal": ErrorCode(False, "a fault of the daemon; its log has the details"),
 }

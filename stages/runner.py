@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.attention import AttentionBatch
+from deepinfer.stages.flight_record import FlightLane, FlightRecord
 from deepinfer.stages.lanes import Lane
 from deepinfer.stages.messages import TokenItem
 from deepinfer.stages.model import Executor, ForwardBatch
@@ -37,16 +38,18 @@ class Outcome(NamedTuple):
 class ModelRunner:
     """Stateless between calls. Decode and prefill have one each, over the same model."""
 
-    def __init__(self, executor: Executor, sampler: Sampler, lane: Lane) -> None:
+    def __init__(self, executor: Executor, sampler: Sampler, lane: Lane, record: FlightLane | None = None) -> None:
         self.executor = executor
         self.sampler = sampler
         self._lane = lane
+        self._record = record if record is not None else FlightRecord().decode
 
     def run(self, spans: Sequence[Span]) -> list[Outcome]:
         """One forward pass over all spans; an outcome for each that samples, and for each that failed."""
         return self._lane.run(self._run, spans)
 
     def _run(self, spans: Sequence[Span]) -> list[Outcome]:
+        self._record.begin([span.request.rid for span in spans])
         forward = build_batch(spans)
         logits = self.executor.forward(forward)
         broken = _broken_spans(spans, forward.attention.nonfinite_rows)
@@ -58,6 +61,7 @@ class ModelRunner:
             if span.request.rid not in broken
         ]
         outcomes.extend(Outcome(rid, None, error) for rid, error in broken.items())
+        self._record.end()
         return outcomes
 
 

@@ -46,6 +46,8 @@ class Stage:
         self._outboxes: dict[str, zmq.Socket] = {}
         self.progress = 0
         """Moves whenever this stage does something: what a watchdog looks at."""
+        self._waits = False
+        """For a message: it has nothing to do."""
         self.failure: BaseException | None = None
 
     def on(self, message_type: type, handler: Callable[[Any], None]) -> None:
@@ -87,6 +89,10 @@ class Stage:
             self._outboxes[to].send(messages.encode(message), zmq.DONTWAIT)
         except zmq.Again:
             logger.warning("stage %s has ended: a %s to it is dropped", to, type(message).__name__)
+
+    def pulse(self) -> tuple[bool, int]:
+        """Whether it has work, and its progress. From any thread."""
+        return not self._waits, self.progress
 
     def opened(self) -> None:
         """Called in the stage's thread before the first message, to make further sockets."""
@@ -184,7 +190,9 @@ class Stage:
     def _loop(self) -> None:
         more = False
         while self._running:
+            self._waits = not more
             ready = self._poller.poll(0 if more else self.poll_timeout_ms())
+            self._waits = False
             for socket, _ in ready:
                 if socket in self._inboxes:
                     self._drain(socket)

@@ -35,6 +35,8 @@ class Executor:
     def __init__(self, model: Model, attention: PagedAttention, graphs: StepGraphs | None = None):
         self._model, self.attention, self.graphs = model, attention, graphs
         self._buffers: dict[int, _Buffers] = {}
+        self.progress = 0
+        """Layers that have begun: moves also within a long prefill chunk."""
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -62,6 +64,7 @@ class Executor:
         ops.rms_norm(residual, model.layers[0].input_norm, eps, normed)
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):
+            self.progress += 1
             self.attention.forward(index, layer.qkv(normed), attention, attended)
             ops.add_rms_norm(residual, layer.o(attended), layer.post_attention_norm, eps, normed)
             ops.silu_mul(layer.gate_up(normed), activated)

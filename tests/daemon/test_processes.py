@@ -83,8 +83,10 @@ def test_a_second_sigterm_cuts_and_every_stream_hears_of_it(tiny_path, folder):
 
 
 def test_a_killed_front_takes_the_engine_with_it_and_the_next_start_cleans_up(tiny_path, folder):
-    with running(tiny_path, folder, "--num-blocks", "64") as daemon:
+    with running(tiny_path, folder, "--num-blocks", "64") as daemon, Client(folder / "daemon.json") as client:
         engine_pids = [child.pid for child in daemon.children()]
+        streams = [client.generate(PROMPT, max_new_tokens=480, ignore_eos=True) for _ in range(8)]
+        next(iter(streams[0]))
         daemon.process.kill()
         daemon.process.wait()
         wait_gone(engine_pids, 5)

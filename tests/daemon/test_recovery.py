@@ -12,6 +12,7 @@ import pytest
 from daemon_process import Daemon, nothing_left, running
 
 from deepinfer.clients import Client, DeepInferError, Preempted, Resumed, Token
+from deepinfer.daemon.commands import EXIT_HUNG, EXIT_READY, show_status
 from deepinfer.daemon.engine import Engine
 from deepinfer.daemon.supervisor import RestartBudget
 
@@ -153,6 +154,35 @@ def test_sigterm_twice_while_an_engine_is_started_again_cuts(tiny_path, folder):
             assert ended.value.code == "shutting_down"
         assert daemon.wait_end() == 0
         nothing_left(folder)
+
+
+def test_a_stopped_engine_is_named_then_killed_and_replaced_and_another_one_ends_with_its_front(
+    tiny_path, folder, undisturbed
+):
+    with running(tiny_path, folder, *ENGINE, "--hang-timeout-s", "5") as daemon:
+        with Client(folder / "daemon.json") as client:
+            prompt, fields = QUESTIONS[0]
+            listener = Listener(client, prompt, **fields)
+            listener.first_token.wait(60)
+            first = engine_of(daemon)
+            first.suspend()
+            wait_for_phase(client, "hung")
+            assert show_status(folder, as_json=True) == EXIT_HUNG
+            assert client.status()["hung"] == "engine process"
+            assert listener.end().ids == undisturbed[0].ids
+            status = client.status()
+            assert status["phase"] == "ready"
+            assert "engine process had work and did not move for 5 s" in status["last_engine_death"]
+            assert status["health"].keys() >= {"admission", "decode", "prefill", "offload", "compute"}
+            assert not first.is_running()
+            assert show_status(folder, as_json=True) == EXIT_READY
+        assert "engine process has work and does not move" in daemon.log.read_text()
+        second = engine_of(daemon)
+        second.suspend()
+        daemon.process.kill()
+        daemon.process.wait()
+        psutil.wait_procs([second], timeout=5)
+        assert not second.is_running()
 
 
 def test_a_row_of_restarts_ends_with_a_token_or_after_a_long_life():
