@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from deepinfer.daemon.endpoints import check_endpoint
 from deepinfer.daemon.setting import ConfigError, check_values, setting, settings_of
 from deepinfer.stages.preemption import MODES
+from deepinfer.stages.protocol_limits import Limits
 
-__all__ = ["BLOCK_SIZES", "ConfigError", "DaemonConfig", "EngineConfig", "setting"]
+__all__ = ["BLOCK_SIZES", "ConfigError", "DaemonConfig", "EngineConfig", "LimitsConfig", "setting"]
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 """Tokens; those that the attention kernels are compiled for."""
 
 
+LIMITS = Limits()
 VICTIMS = ("lru", "smallest", "youngest")
 OFFLOAD_UNITS = ("request", "block")
 
@@ -119,7 +121,40 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DaemonConfig(EngineConfig):
+class LimitsConfig:
+    """What requests may measure. The defaults are those of the protocol."""
+
+    max_frame_bytes: int = setting(LIMITS.max_frame_bytes, "Bytes of one frame.", low=4096)
+    max_map_bytes: int = setting(
+        LIMITS.max_map_bytes, "Bytes of a request without its texts and ids.", low=1024, live=True
+    )
+    max_fields: int = setting(LIMITS.max_fields, "Fields of a request.", low=32, live=True)
+    max_id_chars: int = setting(LIMITS.max_id_chars, "Characters of a request's id.", low=1, live=True)
+    max_prompt_chars: int = setting(LIMITS.max_prompt_chars, "Characters of a prompt or a chat.", low=1, live=True)
+    max_prompt_ids: int = setting(LIMITS.max_prompt_ids, "Token ids of a prompt.", low=1, live=True)
+    max_messages: int = setting(LIMITS.max_messages, "Messages of a chat.", low=1, live=True)
+    max_new_tokens: int = setting(LIMITS.max_new_tokens, "New tokens of a request.", low=1, live=True)
+    max_stops: int = setting(LIMITS.max_stops, "Stop strings of a request.", low=1, live=True)
+    max_stop_chars: int = setting(LIMITS.max_stop_chars, "Characters of a stop string.", low=1, live=True)
+    max_stop_token_ids: int = setting(LIMITS.max_stop_token_ids, "Stop token ids of a request.", low=0, live=True)
+    max_logit_bias: int = setting(LIMITS.max_logit_bias, "Entries of a logit bias.", low=0, live=True)
+    max_logprobs: int = setting(LIMITS.max_logprobs, "Likeliest tokens told with each token.", low=0, live=True)
+    max_deadline_ms: int = setting(LIMITS.max_deadline_ms, "Milliseconds of a deadline.", low=1, live=True)
+    max_streams: int = setting(LIMITS.max_streams, "Live requests of one connection.", low=1, live=True)
+    max_queue: int = setting(
+        LIMITS.max_queue,
+        "Live requests at the same time; one more is refused with queue_full.",
+        low=1,
+        aliases=("--max-queued-requests",),
+        live=True,
+    )
+
+    def limits(self) -> Limits:
+        return Limits(**{name: getattr(self, name) for name in settings_of(LimitsConfig)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonConfig(LimitsConfig, EngineConfig):
     """What `start` needs to know besides."""
 
     endpoint: str | None = setting(None, "Client endpoint, such as tcp://127.0.0.1:5555. Default: ipc.")
@@ -130,12 +165,6 @@ class DaemonConfig(EngineConfig):
         False, "Encrypt, and let in listed clients only, also on loopback and ipc. Other addresses always do."
     )
     keys_dir: str | None = setting(None, "Folder of the CURVE keys. Default: keys in the configuration folder.")
-    max_queue: int = setting(
-        2048,
-        "Live requests at the same time; one more is refused with queue_full.",
-        low=1,
-        aliases=("--max-queued-requests",),
-    )
     start_timeout_s: int = setting(600, "Seconds that the engine may take to become ready.", low=1)
     max_restarts: int = setting(
         3, "Engine restarts in a row, without a token in between, after which the daemon gives up. 0 is never.", low=0

@@ -45,7 +45,7 @@ class Engine:
         self,
         model: str,
         *,
-        max_queue: int = 2048,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
         progress: Progress = no_progress,
         copy: CopyRows = copy_rows,
         **settings: Any,
@@ -63,9 +63,8 @@ class Engine:
             self.topology.clients,
             tokenizer,
             config.model,
-            Limits(),
+            limits,
             self.board,
-            max_queue,
         )
         self._outbox = self.context.socket(zmq.PUSH)
         self._closed = False

@@ -25,7 +25,7 @@ from deepinfer.stages.curve import Curve
 from deepinfer.stages.engine_port import EngineAddresses
 from deepinfer.stages.messages import Drain, Message, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
-from deepinfer.stages.protocol import PROTOCOL_VERSION, Limits
+from deepinfer.stages.protocol import PROTOCOL_VERSION
 from deepinfer.stages.stage import Stage
 
 POLL_SECONDS = 0.1
@@ -102,9 +102,8 @@ class Front:
             self.topology.clients,
             tokenizer,
             self.config.model,
-            Limits(),
+            self.config.limits(),
             self.board,
-            self.config.max_queue,
             supervised=True,
             curve=None if self._gate is None else self._gate.curve,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,9 @@ IDLE_MS = 200
 MAX_PENDING_IDS = 8192
 """Tokens that wait for one client that does not read, over all its streams."""
 GOODBYE_SECONDS = 0.3
+ENDS_REMEMBERED = 32
+RETRY_AFTER_S = 1.0
+"""What is said when the queue is full and nothing has ended yet."""
 GIVE_UP_SECONDS = 30.0
 """A client that has not taken its last events for this long is treated as gone."""
 
@@ -74,7 +78,6 @@ class AdmissionStage(Stage):
         model: str,
         limits: Limits,
         board: StatusBoard,
-        max_queue: int,
         supervised: bool = False,
         curve: Curve | None = None,
     ) -> None:
@@ -90,12 +93,15 @@ class AdmissionStage(Stage):
         self._model = model
         self._limits = msgspec.structs.replace(limits, vocab_size=tokenizer.vocab_size)
         self._board = board
-        self._max_queue = max_queue
+        self._ends: deque[float] = deque(maxlen=ENDS_REMEMBERED)
+        """When the last requests ended."""
         self._capacity: Capacity | None = None
         self._draining = False
         self._cut = False
         self._next_rid = 1
         self._by_stream: dict[tuple[bytes, RequestId], int] = {}
+        self._streams: Counter[bytes] = Counter()
+        """Live streams by connection."""
         self._blocked: dict[int, float] = {}
         """Requests whose client does not read now, and since when."""
         self._deadlines: list[tuple[float, int]] = []
@@ -345,6 +351,7 @@ class AdmissionStage(Stage):
         self._next_rid += 1
         self._live[live.rid] = live
         self._by_stream[(route.identity, op.id)] = live.rid
+        self._streams[route.identity] += 1
         if op.deadline_ms is not None:
             heapq.heappush(self._deadlines, (monotonic() + op.deadline_ms / 1000, live.rid))
             self._prune_deadlines()
@@ -370,11 +377,29 @@ class AdmissionStage(Stage):
                 allowed=self._model,
                 id=op.id,
             )
-        if len(self._live) >= self._max_queue:
-            raise ProtocolError(
-                "queue_full", f"{len(self._live)} requests are live, the limit is {self._max_queue}", id=op.id
-            )
+        self._check_room(route, op.id)
         return self._capacity
+
+    def _check_room(self, route: Route, id: RequestId) -> None:
+        """`retry_after_s`: how long it took lately until a request ended."""
+        own = self._streams[route.identity]
+        for live, limit, whose in (
+            (len(self._live), self._limits.max_queue, "max_queue"),
+            (own, self._limits.max_streams, "max_streams"),
+        ):
+            if live >= limit:
+                raise ProtocolError(
+                    "queue_full",
+                    f"{live} requests are live, the limit is {limit} ({whose})",
+                    allowed=f"at most {limit}",
+                    id=id,
+                    details={"limit": whose, "live": live, "retry_after_s": self._seconds_to_room()},
+                )
+
+    def _seconds_to_room(self) -> float:
+        if not self._ends:
+            return RETRY_AFTER_S
+        return round(max(0.1, (monotonic() - self._ends[0]) / len(self._ends)), 2)
 
     # --- sending ----------------------------------------------------------------------------------------------
 
@@ -418,8 +443,15 @@ class AdmissionStage(Stage):
     def _forget(self, live: LiveRequest) -> None:
         self._live.pop(live.rid, None)
         self._engine.moved(live.rid)
-        self._by_stream.pop((live.route.identity, live.client_id), None)
+        if self._by_stream.pop((live.route.identity, live.client_id), None) is not None:
+            self._count_end(live.route.identity)
         self._blocked.pop(live.rid, None)
+
+    def _count_end(self, identity: bytes) -> None:
+        self._ends.append(monotonic())
+        self._streams[identity] -= 1
+        if not self._streams[identity]:
+            del self._streams[identity]
 
     def _prune_deadlines(self) -> None:
         """Most requests end long before their deadline: the heap keeps the living ones."""

@@ -81,6 +81,7 @@ class StatusBoard:
             "phase": "hung" if self.hung and not self.over else self.phase,
             "hung": self.hung,
             "health": self.health,
+            "limits": self.limits,
             "error": self.error,
             "engine_deaths": self.engine_deaths,
             "last_engine_death": self.last_engine_death,

@@ -27,6 +27,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_logit_bias: int = 1024
     max_logprobs: int = 20
     max_deadline_ms: int = 7 * 24 * 3600 * 1000
+    max_streams: int = 2048
+    """Live streams of one connection."""
+    max_queue: int = 2048
+    """Live streams of all connections together."""
     vocab_size: int = 2**31 - 1
     """Token ids are 0 to this minus one. The default stands until the model is known."""
 

@@ -38,7 +38,8 @@ def test_every_setting_is_read_somewhere():
 
     from deepinfer.daemon.config import DaemonConfig
 
-    code = "".join(path.read_text() for path in (ROOT / "daemon").glob("*.py") if path.name != "config.py")
+    files = [*(ROOT / "daemon").glob("*.py"), *(ROOT / "stages").glob("*.py")]
+    code = "".join(path.read_text() for path in files if path.name != "config.py")
     for field in fields(DaemonConfig):
         assert re.search(rf"\.{field.name}\b", code), f"nothing reads {field.name}"
 

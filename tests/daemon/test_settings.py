@@ -167,7 +167,7 @@ def test_flags_of_other_servers_are_understood(alias, text, name, value):
 def test_a_detached_start_is_given_the_same_flags_again():
     """So that its other settings keep their sources."""
     rng = random.Random(3)
-    samples = {int: 37, float: 0.5, str: "tcp://127.0.0.1:1", bool: False}
+    samples = {int: 5000, float: 0.5, str: "tcp://127.0.0.1:1", bool: False}
     flags = {}
     for field in fields(DaemonConfig):
         choices = field.metadata["choices"] or [samples[kind_of(DaemonConfig, field.name)]]
