@@ -217,6 +217,21 @@ def serving(model: str, threads: int, rounds: int, peer: bool, output: Path | No
     run_bench(model, threads, rounds, peer, output)
 
 
+@bench.command()
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or host-emulation.")
+@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="[default: all cores]")
+@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def kernels(device: str, threads: int, rounds: int, output: Path | None) -> None:
+    """Paged decode of every KV format (on a GPU the GEMV and a decode step too), beside a copy of memory."""
+    from deepinfer.kernels.openmp import limit_spinning
+
+    limit_spinning()
+    from deepinfer.daemon.bench_kernels import run_bench_kernels
+
+    run_bench_kernels(device, rounds, threads, output)
+
+
 @main.group()
 def stress() -> None:
     """Load that must not change an answer. Exit code 1 when a check failed."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from deepinfer.kernels import elementwise, packed_linear
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
 from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT8
-from deepinfer.kernels.graphs import StepCapture
+from deepinfer.kernels.graphs import Graph, StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear, dequantise
 from deepinfer.kernels.packed_linear import PackedLinear
@@ -31,6 +32,9 @@ class Ops(Protocol):
     """Whether it multiplies bfloat16 itself. None: that depends on the processor."""
     overlaps: bool
     """Whether it does the work of several streams side by side."""
+
+    capture: Callable[[Callable[[], None]], Graph] | None
+    """See `kernels.cuda.launcher.Backend.capture`. None without graphs."""
 
     def new_stream(self, name: str) -> Stream: ...
 
@@ -93,6 +97,7 @@ class CpuOps:
     name = device = "cpu"
     fast_bf16: bool | None = None
     overlaps = False
+    capture: Callable[[Callable[[], None]], Graph] | None = None
     new_stream = staticmethod(AtOnce)
 
     rms_norm = staticmethod(elementwise.rms_norm)

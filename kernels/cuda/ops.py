@@ -3,6 +3,8 @@ weights the library's matmul, or ours where rows must not depend on the batch.""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,7 @@ from deepinfer.kernels.cuda.launcher import Backend
 from deepinfer.kernels.cuda.linear import CudaTiledDenseLinear, CudaW4A16Linear, CudaW8A16Linear
 from deepinfer.kernels.cuda.paged_attention import CudaAttention
 from deepinfer.kernels.cuda.step_capture import CudaStepCapture
+from deepinfer.kernels.graphs import Graph
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import Linear
 
@@ -53,6 +56,7 @@ class CudaOps(CudaElementwise):
         self.name = backend.name
         self.device = backend.device
         self.new_stream, self.synchronize = backend.new_stream, backend.synchronize
+        self.capture: Callable[[Callable[[], None]], Graph] | None = backend.capture
 
     def check_compute(self, dtype: str, batch_invariant: bool) -> None:
         """The library's fp32 matmul does not promise rows that are the same in every batch."""

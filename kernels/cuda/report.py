@@ -7,6 +7,7 @@ loops. Compiles and disassembles; needs no GPU.
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 from deepinfer.kernels.cuda.decode_plan import DecodePlan
 from deepinfer.kernels.cuda.nvrtc import REFERENCE_ARCH, Compiled, compile_kernel, version
@@ -37,22 +38,48 @@ def instructions_per_element(loop: Loop, group: int) -> float:
     return len(loop.instructions) / (loop.opcodes["FFMA"] / group)
 
 
-def _row(fmt: str, head_dim: int, group: int, baseline: tuple[float, float]) -> str:
+class Row(NamedTuple):
+    """One specialisation: what it takes, and instructions for each element of K and of V, beside fp16's."""
+
+    kv: str
+    head_dim: int
+    group: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    k_loop: float
+    k_of_fp16: float
+    v_loop: float
+    v_of_fp16: float
+
+    @property
+    def of_fp16(self) -> float:
+        """K and V together."""
+        return (self.k_loop + self.v_loop) / (self.k_loop / self.k_of_fp16 + self.v_loop / self.v_of_fp16)
+
+
+def rows(head_dim: int, group: int) -> list[Row]:
+    """A row for each format. Raises CompileError without compiler or disassembler."""
+    base_k, base_v = _counts("fp16", head_dim, group)
+    found = []
+    for fmt in FORMATS:
+        plan = _plan(fmt, head_dim, group)
+        used = compile_kernel(plan.decode_source()).resources
+        k, v = _counts(fmt, head_dim, group)
+        name, spilled = resolve_kv_format(fmt).name, used.spill_stores + used.spill_loads
+        found.append(
+            Row(name, head_dim, group, used.registers, plan.shared_bytes, spilled, k, k / base_k, v, v / base_v)
+        )
+    return found
+
+
+def _plan(fmt: str, head_dim: int, group: int) -> DecodePlan:
     pair = resolve_kv_format(fmt)
-    plan = DecodePlan(pair.k, pair.v, head_dim, group, 16)
-    used = compile_kernel(plan.decode_source()).resources
-    spilled = used.spill_stores + used.spill_loads
-    counts = "".join(
-        f" {count:.2f} | {count / base:.2f} |"
-        for count, base in zip(_counts(fmt, head_dim, group), baseline, strict=True)
-    )
-    return f"| {pair.name} | {head_dim} | {group} | {used.registers} | {plan.shared_bytes} | {spilled} |{counts}"
+    return DecodePlan(pair.k, pair.v, head_dim, group, 16)
 
 
 def _counts(fmt: str, head_dim: int, group: int) -> tuple[float, float]:
-    pair = resolve_kv_format(fmt)
-    compiled = compile_kernel(DecodePlan(pair.k, pair.v, head_dim, group, 16).decode_source())
-    k, v = inner_loops(compiled, group)
+    k, v = inner_loops(compile_kernel(_plan(fmt, head_dim, group).decode_source()), group)
     return instructions_per_element(k, group), instructions_per_element(v, group)
 
 
@@ -61,9 +88,9 @@ def main() -> None:
     print(f"{REFERENCE_ARCH}, NVRTC {'.'.join(map(str, version()))}, block size 16\n\n{_HEADER}")
     for head_dim in head_dims:
         for group in GROUPS:
-            baseline = _counts("fp16", head_dim, group)
-            for fmt in FORMATS:
-                print(_row(fmt, head_dim, group, baseline))
+            for row in rows(head_dim, group):
+                cells = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row)
+                print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

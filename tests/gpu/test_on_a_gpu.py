@@ -7,6 +7,9 @@ import torch
 from tiny import save_tiny_llama
 
 from deepinfer.daemon import validate_kernels
+from deepinfer.daemon.bench_attention import Heads
+from deepinfer.daemon.bench_kernels import Plan, run_bench_kernels
+from deepinfer.daemon.bench_matmul import Shape
 from deepinfer.daemon.engine import Engine
 
 pytestmark = [
@@ -19,6 +22,14 @@ FORMATS = ["fp16", "int8", "fp8", "e5m2"]
 
 def test_every_kernel_is_within_its_limits_on_the_card():
     assert validate_kernels.run_validation("cuda", None, None) == 0
+
+
+def test_the_bench_of_the_kernels_runs_and_names_the_card(tmp_path):
+    shape = Shape("tiny", 2, 512, 4, 2, 128, 1024, 1024)
+    plan = Plan((Heads("tiny", 8, 2, 128),), (1024,), (1, 4), 1 << 24, (shape,), shape, 512)
+    report = run_bench_kernels("cuda", 1, 1, tmp_path / "bench.json", plan)
+    assert report["backend"] == f"cuda: {torch.cuda.get_device_name(0)}"
+    assert report["step"]["replayed"]["milliseconds"]["median"] > 0
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
