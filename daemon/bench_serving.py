@@ -12,7 +12,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,12 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgpack
-import numpy as np
-import zmq
 
 from deepinfer.clients import Client
-from deepinfer.daemon.commands import stop_daemon
+from deepinfer.daemon.bench_load import Streams, random_prompt, started_daemon
 from deepinfer.stages.model import resolve_model
 
 PROMPT_TOKENS = 64
@@ -53,9 +49,9 @@ def run_bench(model: str, threads: int, rounds: int, with_peer: bool, output: Pa
 
 def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer: bool) -> dict[str, Any]:
     options = ["--model", model, "--threads", str(threads), "--max-cache", "24576", "--no-prefix-cache"]
-    main = stack.enter_context(_daemon(*options))
-    invariant = stack.enter_context(_daemon(*options, "--batch-invariant"))
-    formats = {name: stack.enter_context(_daemon(*options, "--kv-cache-dtype", name)) for name in FORMATS}
+    main = stack.enter_context(started_daemon(*options))
+    invariant = stack.enter_context(started_daemon(*options, "--batch-invariant"))
+    formats = {name: stack.enter_context(started_daemon(*options, "--kv-cache-dtype", name)) for name in FORMATS}
     arms: dict[str, Callable[[], float]] = {
         **{f"decode c={count}": partial(_decode_rate, main, count, PROMPT_TOKENS) for count in CONCURRENCY},
         "decode c=1, batch invariant": partial(_decode_rate, invariant, 1, PROMPT_TOKENS),
@@ -116,33 +112,18 @@ def _ratios(samples: Samples) -> dict[str, dict[str, float]]:
 def _decode_rate(client: Client, concurrency: int, prompt_tokens: int) -> float:
     """Tokens per second over all streams while every one of them decodes: from the last first token to the first last
     one, by the times at which tokens arrive at a bare socket, so that little of the machine goes to the measuring."""
-    arrivals: dict[int, list[float]] = {number: [] for number in range(concurrency)}
-    # The later a stream is admitted, the more tokens it needs to be still there when the others are measured.
-    fields = {"max_new_tokens": NEW_TOKENS + 2 * concurrency, "ignore_eos": True, "temperature": 0}
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(client.connection.endpoint)
-        for number in arrivals:
-            request = {"v": 1, "op": "generate", "id": number, "prompt_ids": _prompt(prompt_tokens, number)}
-            socket.send(msgpack.packb({**request, **fields}))
-        running = concurrency
-        while running:
-            event = msgpack.unpackb(socket.recv())
-            if event["event"] == "error":
-                raise click.ClickException(event["message"])
-            arrivals[event["id"]] += [time.perf_counter()] * len(event.get("ids", ()))
-            running -= event["event"] == "done"
-    begin, end = max(times[0] for times in arrivals.values()), min(times[-1] for times in arrivals.values())
-    return sum(begin < moment <= end for times in arrivals.values() for moment in times) / (end - begin)
-
-
-def _prompt(tokens: int, number: int) -> list[int]:
-    """Random ids, the same in every run."""
-    return np.random.default_rng(1000 + number).integers(100, 40_000, tokens).tolist()
+    with Streams(client) as streams:
+        for number in range(concurrency):
+            # The later a stream is admitted, the more tokens it needs to be still there when the others are measured.
+            streams.send(random_prompt(prompt_tokens, number), NEW_TOKENS + 2 * concurrency)
+        streams.until_all_done()
+    arrivals = [seen.tokens for seen in streams.seen]
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    return sum(begin < moment <= end for times in arrivals for moment in times) / (end - begin)
 
 
 def _prefill_rate(client: Client) -> float:
-    prompt = _prompt(PREFILL_TOKENS, 7)
+    prompt = random_prompt(PREFILL_TOKENS, 7)
     began = time.perf_counter()
     client.complete(prompt, max_new_tokens=1)
     return PREFILL_TOKENS / (time.perf_counter() - began)
@@ -150,27 +131,11 @@ def _prefill_rate(client: Client) -> float:
 
 def _peer_rate(ask: Callable[[list[int], int], float]) -> float:
     """Decode alone: the difference of a run with all new tokens and one with a single one."""
-    prompt = _prompt(PROMPT_TOKENS, 0)
+    prompt = random_prompt(PROMPT_TOKENS, 0)
     return (NEW_TOKENS - 1) / (ask(prompt, NEW_TOKENS) - ask(prompt, 1))
 
 
 # --- who is measured ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _daemon(*options: str) -> Iterator[Client]:
-    with tempfile.TemporaryDirectory(prefix="dpi-") as folder:
-        path = Path(folder) / "run"
-        command = [sys.executable, "-m", "deepinfer.daemon.cli", "start", "--detach", "--runtime-dir", str(path)]
-        started = subprocess.run([*command, *options], capture_output=True, text=True)
-        if started.returncode:
-            raise click.ClickException(started.stderr)
-        try:
-            with Client(path) as client:
-                _decode_rate(client, 1, PROMPT_TOKENS)
-                yield client
-        finally:
-            stop_daemon(path, now=True)
 
 
 @contextmanager
@@ -189,7 +154,7 @@ def _transformers(model: str, threads: int) -> Iterator[Callable[[list[int], int
             inlet.flush()
             return json.loads(outlet.readline())["seconds"]
 
-        ask(_prompt(PROMPT_TOKENS, 0), 4)
+        ask(random_prompt(PROMPT_TOKENS, 0), 4)
         yield ask
         inlet.close()
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from deepinfer.daemon.bench_swap_config import SwapBench
 from deepinfer.daemon.cli_keys import keys_group
 from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
 from deepinfer.daemon.config import ConfigError, DaemonConfig
@@ -230,6 +231,21 @@ def kernels(device: str, threads: int, rounds: int, output: Path | None) -> None
     from deepinfer.daemon.bench_kernels import run_bench_kernels
 
     run_bench_kernels(device, rounds, threads, output)
+
+
+@bench.command("swap")
+@options_of(SwapBench)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def bench_swap(output: Path | None, **options: Any) -> None:
+    """Copies beside plain copies, those that stay beside those that swap, and eight requests over a pool for two."""
+    from deepinfer.daemon.bench_swap import run_swap_bench
+
+    try:
+        settings = SwapBench(**given(options))
+        settings.check()
+        run_swap_bench(settings, output)
+    except ConfigError as error:
+        _fail(str(error), EXIT_CONFIG)
 
 
 @main.group()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer.daemon.config import OFFLOAD_UNITS, ConfigError, EngineConfig, setting
-from deepinfer.daemon.setting import from_text, settings_of
+from deepinfer.daemon.setting import check_values, from_text, settings_of
 from deepinfer.stages.preemption import MODES
 
 SCENARIOS = ("random", "smoke")
@@ -55,15 +55,13 @@ class StressConfig:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that cannot work."""
+        check_values(self)
         for name in ("num_blocks", "clients", "requests", "distinct", "priorities"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         for name in ("cancel", "failed_copies", "corrupt_copies"):
             _check_rate(name, getattr(self, name))
-        for name, known in (("scenario", SCENARIOS), ("preemption", MODES), ("offload_unit", OFFLOAD_UNITS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of: {', '.join(known)}")
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConfigError(f"host_blocks is {self.host_blocks}; it must be 0 or more")
         if self.scenario == "smoke" and self.num_blocks * self.block_size <= SMOKE_NEW_TOKENS:
