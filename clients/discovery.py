@@ -27,6 +27,7 @@ class Connection(NamedTuple):
 
     endpoint: str
     control_endpoint: str | None = None
+    metrics_endpoint: str | None = None
     instance: str | None = None
     pid: int | None = None
     protocol: int = 1

@@ -20,6 +20,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 LIMITS = Limits()
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VICTIMS = ("lru", "smallest", "youngest")
 OFFLOAD_UNITS = ("request", "block")
 
@@ -177,6 +178,11 @@ class DaemonConfig(LimitsConfig, EngineConfig):
     )
     restart_window_s: int = setting(60, "Seconds that an engine must have been ready to end such a row.", low=0)
     drain_s: int = setting(30, "Seconds that running requests get to finish after SIGTERM.", low=0)
+    metrics_interval_ms: int = setting(1000, "Milliseconds between two metric snapshots to subscribers.", low=50)
+    prometheus_port: int | None = setting(
+        None, "HTTP port that Prometheus scrapes; 0 takes a free one. Default: off.", low=0, high=65535
+    )
+    prometheus_host: str = setting("127.0.0.1", "Loopback address of that port.", LOOPBACK)
 
     def check(self) -> None:
         super().check()

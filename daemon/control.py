@@ -1,4 +1,4 @@
-"""The control socket: status, stop and ping, answered by a thread that does nothing else."""
+"""The control socket: status, metrics, stop and ping, answered by a thread that does nothing else."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from deepinfer.stages.live import Route
 from deepinfer.stages.protocol import ProtocolError, is_req
 from deepinfer.stages.protocol_events import encode_error, encode_reply
 from deepinfer.stages.stage import Stage
+from deepinfer.stages.telemetry import Telemetry
 
 MAX_FRAME_BYTES = 4096
 
@@ -47,6 +48,7 @@ class ControlStage(Stage):
         inbox: str,
         address: str,
         board: StatusBoard,
+        telemetry: Telemetry,
         stop: Callable[[bool], None],
         drain_s: int,
         second_address: str | None = None,
@@ -56,6 +58,7 @@ class ControlStage(Stage):
         self._drain_s = drain_s
         self._address, self._second_address, self._curve = address, second_address, curve
         self._board = board
+        self._telemetry = telemetry
         self._stop = stop
 
     def opened(self) -> None:
@@ -95,6 +98,8 @@ class ControlStage(Stage):
     def _perform(self, request: ControlRequest) -> dict[str, Any]:
         if request.op == "status":
             return self._board.status()
+        if request.op == "metrics":
+            return self._telemetry.metrics()
         if request.op == "ping":
             return {"phase": self._board.phase}
         if request.op == "stop":
@@ -104,5 +109,5 @@ class ControlStage(Stage):
             "unknown_op",
             f"op: {request.op!r} is not a control operation",
             field="op",
-            allowed="status, stop, ping",
+            allowed="status, metrics, stop, ping",
         )

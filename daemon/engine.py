@@ -14,6 +14,8 @@ import zmq
 from deepinfer.clients import Client, Completion, Stream
 from deepinfer.daemon.config import EngineConfig
 from deepinfer.daemon.engine_host import EngineHost, Progress, Vocabulary
+from deepinfer.daemon.metrics import Metrics
+from deepinfer.daemon.telemetry import CountingTelemetry
 from deepinfer.daemon.topology import one_process
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
@@ -65,6 +67,7 @@ class Engine:
             config.model,
             limits,
             self.board,
+            CountingTelemetry(Metrics(self.board)),
         )
         self._outbox = self.context.socket(zmq.PUSH)
         self._closed = False

@@ -16,8 +16,12 @@ from deepinfer.daemon.config import DaemonConfig
 from deepinfer.daemon.control import ControlStage
 from deepinfer.daemon.display import StartDisplay
 from deepinfer.daemon.gate import Gate, key_store
+from deepinfer.daemon.metrics import Metrics
+from deepinfer.daemon.prometheus_port import PrometheusPort
+from deepinfer.daemon.publisher import PublisherStage
 from deepinfer.daemon.runtime_folder import AlreadyRunning, FileLock, RuntimeFolder
 from deepinfer.daemon.supervisor import Supervisor
+from deepinfer.daemon.telemetry import PublishedTelemetry
 from deepinfer.daemon.topology import Topology
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
@@ -54,6 +58,10 @@ class Front:
         self.topology = topology
         self.context = zmq.Context()
         self.board = StatusBoard({"pid": os.getpid(), "instance": secrets.token_hex(8), "model": config.model})
+        self.metrics = Metrics(self.board)
+        self.telemetry = PublishedTelemetry(self.metrics)
+        self.board.on_phase = self._tell_phase
+        self._prometheus: PrometheusPort | None = None
         self._stop_wishes = 0
         self._cut = False
         self._endpoint_lock = self._lock_endpoint()
@@ -85,7 +93,8 @@ class Front:
                 return EXIT_OK
             supervisor = Supervisor(self.config, self.folder.path, self.topology, self.board, self._tell_admission)
             tokenizer = load_tokenizer(path)
-            stages = [self._admission(tokenizer), self._control()]
+            self._open_prometheus_port()
+            stages = [self._publisher(), self._admission(tokenizer), self._control()]
             for stage in stages:
                 stage.start()
             self._outbox.connect(self.topology.front)
@@ -104,9 +113,31 @@ class Front:
             self.config.model,
             self.config.limits(),
             self.board,
+            self.telemetry,
             supervised=True,
             curve=None if self._gate is None else self._gate.curve,
         )
+
+    def _publisher(self) -> PublisherStage:
+        """Started first and stopped last, so that it hears and tells of everything."""
+        return PublisherStage(
+            self.context,
+            "inproc://publisher-inbox",
+            self.topology.metrics,
+            self.board,
+            self.telemetry,
+            self.config.metrics_interval_ms / 1000,
+        )
+
+    def _open_prometheus_port(self) -> None:
+        if self.config.prometheus_port is not None:
+            self._prometheus = PrometheusPort(
+                self.metrics.registry, self.config.prometheus_host, self.config.prometheus_port
+            )
+            self.board.info["prometheus"] = self._prometheus.url
+
+    def _tell_phase(self, phase: str) -> None:
+        self.telemetry.event(phase, **({"error": self.board.error} if phase == "failed" else {}))
 
     def _control(self) -> ControlStage:
         return ControlStage(
@@ -114,6 +145,7 @@ class Front:
             "inproc://control-inbox",
             self.topology.control,
             self.board,
+            self.telemetry,
             self._on_stop_request,
             self.config.drain_s,
             self.config.control_endpoint,
@@ -151,6 +183,7 @@ class Front:
             "protocol": PROTOCOL_VERSION,
             "endpoint": self.board.info["endpoint"],
             "control_endpoint": self.topology.control,
+            "metrics_endpoint": self.topology.metrics,
             "instance": self.board.info["instance"],
             "pid": os.getpid(),
             "model": self.config.model,
@@ -210,6 +243,8 @@ class Front:
                 steps.callback(self._endpoint_lock.release)
             steps.callback(self.context.term)
             steps.callback(self._outbox.close)
+            if self._prometheus is not None:
+                steps.callback(self._prometheus.close)
             if self._gate is not None:
                 steps.callback(self._gate.close)
             for stage in stages:

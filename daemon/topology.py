@@ -22,6 +22,7 @@ class Topology:
     |------------|--------------------|-----------|----------------------------|
     | clients    | ROUTER             | admission | clients                    |
     | control    | ROUTER             | control   | the CLI                    |
+    | metrics    | XPUB               | publisher | subscribers, to subscribe  |
     | front      | PULL               | admission | the front's main thread    |
     | admission  | PULL               | admission | decode, engine host        |
     | decode     | PULL               | decode    | admission, prefill, offload |
@@ -34,6 +35,7 @@ class Topology:
 
     clients: str
     control: str
+    metrics: str
     front: str
     admission: str
     decode: str
@@ -63,6 +65,7 @@ def two_processes(folder: Path, clients: str | None = None, generation: int = 0)
     return Topology(
         clients=clients or ipc("clients"),
         control=ipc("control"),
+        metrics=ipc("metrics"),
         front=ipc("front"),
         admission=ipc(f"admission-{generation:05d}"),
         decode=ipc(f"decode-{generation:05d}"),
@@ -74,5 +77,5 @@ def two_processes(folder: Path, clients: str | None = None, generation: int = 0)
 def one_process() -> Topology:
     """Everything over inproc, in one zmq context: tests and the in-process engine. Each call gives fresh names."""
     serial = next(_serial)
-    names = ("clients", "control", "front", "admission", "decode", "prefill", "offload")
+    names = ("clients", "control", "metrics", "front", "admission", "decode", "prefill", "offload")
     return Topology(*(f"inproc://{name}-{serial}" for name in names))

@@ -1,4 +1,7 @@
-"""Writes the module table of docs/architecture.md from the first line of every module's docstring."""
+"""Writes the module table of docs/architecture.md from the first line of every module's docstring.
+
+Run as a program it also writes the table of docs/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,9 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    import metrics_table
+
+    metrics_table.write()
     page = ROOT / "docs" / "architecture.md"
     before, _, rest = page.read_text().partition("## Modules\n")
     _, _, after = rest.partition("\n## Where we left the design")

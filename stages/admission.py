@@ -42,6 +42,7 @@ from deepinfer.stages.protocol import (
 )
 from deepinfer.stages.protocol_events import encode_error, encode_reply
 from deepinfer.stages.stage import Stage, monotonic
+from deepinfer.stages.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class AdmissionStage(Stage):
         model: str,
         limits: Limits,
         board: StatusBoard,
+        telemetry: Telemetry,
         supervised: bool = False,
         curve: Curve | None = None,
     ) -> None:
@@ -93,6 +95,7 @@ class AdmissionStage(Stage):
         self._model = model
         self._limits = msgspec.structs.replace(limits, vocab_size=tokenizer.vocab_size)
         self._board = board
+        self._telemetry = telemetry
         self._ends: deque[float] = deque(maxlen=ENDS_REMEMBERED)
         """When the last requests ended."""
         self._capacity: Capacity | None = None
@@ -112,7 +115,7 @@ class AdmissionStage(Stage):
             Tokenize: self._tokenize,
             Detokenize: self._detokenize,
             Status: lambda route, op: self._reply(route, "status", op.id, self._board.status()),
-            Metrics: lambda route, op: self._reply(route, "metrics", op.id, self._board.metrics()),
+            Metrics: lambda route, op: self._reply(route, "metrics", op.id, self._telemetry.metrics()),
             Models: self._models,
             Ping: lambda route, op: self._reply(route, "ping", op.id, {"phase": self._board.phase}),
         }
@@ -120,8 +123,8 @@ class AdmissionStage(Stage):
     def _register_handlers(self) -> None:
         self.on(messages.Tokens, self._on_tokens)
         self.on(messages.Finished, self._on_finished)
-        self.on(messages.Preempted, lambda m: self._on_parking(m.rid, LiveRequest.preempted))
-        self.on(messages.Resumed, lambda m: self._on_parking(m.rid, LiveRequest.resumed))
+        self.on(messages.Preempted, self._on_preempted)
+        self.on(messages.Resumed, self._on_resumed)
         self.on(messages.Snapshot, self._on_snapshot)
         self.on(messages.Heartbeat, self._on_heartbeat)
         self.on(messages.LoadProgress, self._on_progress)
@@ -194,6 +197,7 @@ class AdmissionStage(Stage):
         """Everyone goes on from where he was, as soon as there is an engine again."""
         self._engine.disconnect()
         error = self._engine.last_words or message.error
+        self._telemetry.event("engine_died", error=error, deaths=self._board.engine_deaths + 1)
         self._board.engine_died(error)
         if self._cut:
             self._end_all(ProtocolError("shutting_down", "the daemon is stopping"))
@@ -228,8 +232,7 @@ class AdmissionStage(Stage):
         if live.cancelled:
             self._end_early(live, live.cancelled)
         else:
-            live.preempted("engine_restart")
-            self._flush(live)
+            self._preempt(live, "engine_restart")
 
     def _end_all(self, error: ProtocolError) -> None:
         for live in list(self._live.values()):
@@ -260,17 +263,38 @@ class AdmissionStage(Stage):
             live = self._live.get(item.rid)
             if live is None:
                 continue
-            was_stopped = live.stopped
-            live.token(item)
+            if not live.stopped and not live.over:
+                self._take_token(live, item)
             self._engine.moved(item.rid)
-            if live.stopped and not was_stopped:
-                self._engine.cancel(live, "stop")
             self._flush(live)
 
-    def _on_parking(self, rid: int, event: Any) -> None:
-        live = self._live.get(rid)
+    def _take_token(self, live: LiveRequest, item: messages.TokenItem) -> None:
+        before = live.clock.last_token
+        live.token(item)
+        now = live.clock.last_token or monotonic()
+        if before is None:
+            self._telemetry.first_token(now - live.clock.submitted, live.prompt_tokens)
+        else:
+            self._telemetry.next_token(now - before)
+        if live.stopped:
+            self._engine.cancel(live, "stop")
+
+    def _on_preempted(self, message: messages.Preempted) -> None:
+        live = self._live.get(message.rid)
         if live is not None:
-            event(live)
+            self._preempt(live)
+
+    def _preempt(self, live: LiveRequest, reason: str | None = None) -> None:
+        if not live.clock.parked:
+            self._telemetry.event("preempted", request=live.rid, id=live.client_id, reason=reason)
+        live.preempted(reason)
+        self._flush(live)
+
+    def _on_resumed(self, message: messages.Resumed) -> None:
+        live = self._live.get(message.rid)
+        if live is not None:
+            self._telemetry.event("resumed", request=live.rid, id=live.client_id)
+            live.resumed()
             self._flush(live)
 
     def _on_finished(self, message: messages.Finished) -> None:
@@ -292,6 +316,7 @@ class AdmissionStage(Stage):
             try:
                 self._handle(route, frames)
             except ProtocolError as error:
+                self._telemetry.refused(error.code)
                 self._answer(route, encode_error(error))
             if monotonic() > until:
                 return
@@ -406,6 +431,7 @@ class AdmissionStage(Stage):
     def _flush(self, live: LiveRequest) -> None:
         """Send what waits for this client, as far as it reads."""
         if live.over:
+            self._record(live)
             self._engine.moved(live.rid)
         while (payload := live.next_event()) is not None:
             delivery = client_port.send(self._clients, live.route.frames(payload))
@@ -440,7 +466,14 @@ class AdmissionStage(Stage):
                 self._engine.cancel(live, "cancelled")
             self._forget(live)
 
+    def _record(self, live: LiveRequest) -> None:
+        """Once for every request, when its end is known and not when its client has read of it."""
+        if not live.recorded:
+            live.recorded = True
+            self._telemetry.finished(live.record())
+
     def _forget(self, live: LiveRequest) -> None:
+        self._record(live)
         self._live.pop(live.rid, None)
         self._engine.moved(live.rid)
         if self._by_stream.pop((live.route.identity, live.client_id), None) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 FINAL = ("failed", "stopped")
@@ -39,6 +40,8 @@ class StatusBoard:
         self.error = ""
         self.config_error = False
         self.changed = threading.Event()
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        """Called with each new phase, by the thread that set it."""
 
     @property
     def over(self) -> bool:
@@ -46,8 +49,9 @@ class StatusBoard:
 
     def set_phase(self, phase: str) -> None:
         """A final phase is never left."""
-        if not self.over:
+        if not self.over and phase != self.phase:
             self.phase = phase
+            self.on_phase(phase)
         self.changed.set()
 
     def fail(self, error: str, config_error: bool = False) -> None:
@@ -68,10 +72,8 @@ class StatusBoard:
         self._dead_engines = {name: value for name, value in self.stats.items() if _is_total(name)}
         self.stats = dict(self._dead_engines)
 
-    def metrics(self) -> dict[str, Any]:
-        """Counters and gauges by the names of docs/operations.md."""
-        gauges = ("cpu_offload_enabled", "cpu_offload_budget_bytes")
-        return {**self.stats, **{name: self.summary[name] for name in gauges if name in self.summary}}
+    def engine_up(self) -> bool:
+        return self.phase in ("ready", "draining") and not self.hung
 
     def status(self) -> dict[str, Any]:
         """What `status` answers, on the client socket and on the control socket alike."""

@@ -203,8 +203,7 @@ class DecodeStage(Stage):
         for rid in rids:
             self._residency.stepped(rid)
             self._register_filled(rid)
-        self.counters.decode_steps_total += 1
-        self.counters.decode_seconds += monotonic() - began
+        self.counters.decoded(sum(span.start + span.count for span in spans), monotonic() - began)
         self.progress += 1
         self._deliver(outcomes)
 

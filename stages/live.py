@@ -8,10 +8,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from deepinfer.stages.clock import RequestClock
+from deepinfer.stages.clock import RequestClock, monotonic
 from deepinfer.stages.messages import Finished, SamplingParams, Submit, TokenItem
 from deepinfer.stages.protocol_errors import ProtocolError, RequestId
 from deepinfer.stages.protocol_events import StreamEncoder, TokenLogprob
+from deepinfer.stages.telemetry import RequestRecord
 from deepinfer.stages.text import IncrementalDetokenizer, StopMatcher
 
 ENDED_BY_ERROR = {"deadline_exceeded": "deadline_ms passed before the stream was complete"}
@@ -75,6 +76,8 @@ class LiveRequest:
         self._unsent: bytes | None = None
         self.over = False
         """The terminal event is pending or sent."""
+        self.recorded = False
+        self._ending: Finished | ProtocolError | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -143,12 +146,38 @@ class LiveRequest:
         else:
             self._flush_text()
             self.over = True
+            self._ending = finished
             self._pending.append(lambda: self._done(finished))
 
     def fail(self, error: ProtocolError) -> None:
         if not self.over:
             self.over = True
+            self._ending = error
             self._pending.append(lambda: self._encoder.error(error))
+
+    def record(self) -> RequestRecord:
+        """What is told of it when it ends. Seconds as the front saw them."""
+        ending = self._ending
+        finished = ending if isinstance(ending, Finished) else None
+        code = ending.code if isinstance(ending, ProtocolError) else None
+        clock, tokens = self.clock, len(self.generated)
+        first, last = clock.first_token, clock.last_token
+        return RequestRecord(
+            request=self.rid,
+            id=self.client_id,
+            finish_reason=self._finish_reason(finished) if finished else "error" if code else "disconnected",
+            code=code,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=finished.cached_tokens if finished else 0,
+            completion_tokens=tokens,
+            ttft_s=None if first is None else first - clock.submitted,
+            tpot_s=None if first is None or last is None or tokens < 2 else (last - first) / (tokens - 1),
+            e2e_s=monotonic() - clock.submitted,
+            timings=finished.timings if finished else None,
+        )
+
+    def _finish_reason(self, finished: Finished) -> str:
+        return "stop" if self.stopped else finished.reason
 
     def drop_pending_tokens(self) -> None:
         """Give back the memory of events that will never be read."""
@@ -190,7 +219,7 @@ class LiveRequest:
                 "logprobs": self._logprobs if self.params.logprobs is not None else None,
             }
         return self._encoder.done(
-            "stop" if self.stopped else finished.reason,
+            self._finish_reason(finished),
             prompt_tokens=self.prompt_tokens,
             cached_tokens=finished.cached_tokens,
             completion_tokens=len(self.generated),

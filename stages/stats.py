@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from deepinfer.stages.messages import SwapInDone, SwapOutDone
 
 
+def count(help: str, zero: int | float = 0) -> Any:
+    """A counter; every one is a Prometheus metric, and `help` its description there and in docs/metrics.md."""
+    return field(default=zero, metadata={"help": help})
+
+
 @dataclass
 class EngineCounters:
-    """Totals since start. Names ending in `_seconds` are sums of seconds."""
+    """Totals since the engine started. Names ending in `_seconds` are sums of seconds."""
 
-    requests_finished_total: int = 0
-    requests_failed_total: int = 0
-    generation_tokens_total: int = 0
-    prompt_tokens_total: int = 0
-    prefix_cache_queries_total: int = 0
-    """Tokens of newly admitted requests that were looked up in the prefix tree, and how many were found stored."""
-    prefix_cache_hits_total: int = 0
-    replayed_tokens_total: int = 0
-    """Computed again after a preemption without swap; in none of the above."""
-    decode_steps_total: int = 0
-    decode_seconds: float = 0.0
-    prefill_chunks_total: int = 0
-    prefill_seconds: float = 0.0
-    requests_swapped_total: int = 0
-    requests_resumed_total: int = 0
-    requests_recomputed_total: int = 0
-    requests_kv_exhausted_total: int = 0
-    kv_cpu_offload_blocks_total: int = 0
-    kv_cpu_offload_bytes_total: int = 0
-    kv_cpu_offload_copies_total: int = 0
-    kv_cpu_offload_failed_total: int = 0
-    kv_cpu_offload_rejected_total: int = 0
-    kv_cpu_reload_blocks_total: int = 0
-    kv_cpu_reload_bytes_total: int = 0
-    kv_cpu_reload_copies_total: int = 0
-    cpu_offload_seconds: float = 0.0
-    cpu_reload_seconds: float = 0.0
-    prefetch_hits_total: int = 0
-    """Copies back that were hidden behind what others computed; the engine waited for those that missed, and those that
-    were cancelled came for a request that had ended."""
-    prefetch_misses_total: int = 0
-    prefetch_cancelled_total: int = 0
-    max_swapped_requests: int = 0
-    max_cpu_offload_bytes: int = 0
-    """Most that was in host memory at the same time."""
+    requests_finished_total: int = count("Requests that ended, for whatever reason.")
+    requests_failed_total: int = count("Requests that ended with an error.")
+    generation_tokens_total: int = count("Tokens generated.")
+    prompt_tokens_total: int = count("Prompt tokens computed for the first time; not those found in the prefix cache.")
+    prefix_cache_queries_total: int = count(
+        "Tokens of newly admitted requests that were looked up in the prefix cache."
+    )
+    prefix_cache_hits_total: int = count("Of these, those that were found stored.")
+    replayed_tokens_total: int = count(
+        "Tokens computed again after a preemption without swap; in no other token counter."
+    )
+    decode_steps_total: int = count("Decode steps, each over every resident request.")
+    decode_context_tokens_total: int = count("Stored tokens that decode steps read, summed over requests and steps.")
+    decode_seconds: float = count("Seconds spent in decode steps.", 0.0)
+    prefill_chunks_total: int = count("Prefill chunks computed.")
+    prefill_seconds: float = count("Seconds spent in prefill chunks.", 0.0)
+    requests_swapped_total: int = count("Requests moved out to host memory.")
+    requests_resumed_total: int = count("Requests that came back from host memory.")
+    requests_recomputed_total: int = count(
+        "Requests computed again: they lost their blocks without a swap, or did not come back."
+    )
+    requests_kv_exhausted_total: int = count("Requests that ended because the pool could not hold them even alone.")
+    kv_cpu_offload_blocks_total: int = count("KV blocks copied to host memory.")
+    kv_cpu_offload_bytes_total: int = count("Bytes copied to host memory.")
+    kv_cpu_offload_copies_total: int = count("Copies to host memory; neighbouring blocks go in one.")
+    kv_cpu_offload_failed_total: int = count("Copies to or from host memory that failed.")
+    kv_cpu_offload_rejected_total: int = count("Swaps that the byte budget refused.")
+    kv_cpu_reload_blocks_total: int = count("KV blocks copied back from host memory.")
+    kv_cpu_reload_bytes_total: int = count("Bytes copied back from host memory.")
+    kv_cpu_reload_copies_total: int = count("Copies back from host memory.")
+    cpu_offload_seconds: float = count("Seconds spent copying to host memory.", 0.0)
+    cpu_reload_seconds: float = count("Seconds spent copying back from host memory.", 0.0)
+    prefetch_hits_total: int = count("Copies back that were hidden behind what others computed.")
+    prefetch_misses_total: int = count("Copies back that the engine waited for.")
+    prefetch_cancelled_total: int = count("Copies back for requests that had ended meanwhile.")
+    max_swapped_requests: int = count("Most requests that were in host memory at the same time.")
+    max_cpu_offload_bytes: int = count("Most bytes that were in host memory at the same time.")
 
     def computed(self, new: int, count: int) -> None:
         """`count` tokens of a prefill chunk, `new` of them for the first time."""
         self.prompt_tokens_total += new
         self.replayed_tokens_total += count - new
+
+    def decoded(self, context_tokens: int, seconds: float) -> None:
+        """A decode step over requests that have `context_tokens` stored tokens together."""
+        self.decode_steps_total += 1
+        self.decode_context_tokens_total += context_tokens
+        self.decode_seconds += seconds
 
     @property
     def prefill_tokens(self) -> int:

@@ -39,6 +39,7 @@ from deepinfer.stages.messages import (
 )
 from deepinfer.stages.model import load_tokenizer
 from deepinfer.stages.protocol import Limits
+from deepinfer.stages.telemetry import Telemetry
 
 SUMMARY = {"vocab_size": 264, "context": 512, "num_blocks": 64, "block_size": 16}
 SECONDS = 60.0
@@ -163,7 +164,7 @@ class World:
         clients, front, where = f"inproc://clients-{number}", f"inproc://front-{number}", addresses()
         self.board = StatusBoard({})
         self.admission = AdmissionStage(
-            self.context, front, where, clients, tokenizer, "m", Limits(), self.board, 100, supervised=True
+            self.context, front, where, clients, tokenizer, "m", Limits(), self.board, Telemetry(), supervised=True
         )
         self.admission.start()
         self.supervisor = self.context.socket(zmq.PUSH)
