@@ -77,7 +77,11 @@ class Simulation:
     def turn(self) -> None:
         self._finish_transfers()
         self._finish_chunks()
-        self._moves(self.policy.moves())
+        moves = self.policy.moves()
+        if any(rid not in self.payloads for rid in moves.swap_out):
+            parked = [entry for entry in self.policy.entries.values() if entry.state is State.SWAPPED]
+            assert not parked, "no running request is moved for one that comes back"
+        self._moves(moves)
         step = self.policy.step()
         self._moves(step.moves)
         for rid in step.rows:
