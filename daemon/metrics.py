@@ -53,6 +53,7 @@ GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0
 LATENCY_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+PARK_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(0, 18, 2))
 
 prometheus_client.disable_created_metrics()
@@ -103,6 +104,7 @@ class Metrics:
         self.swapped = self._histogram(
             "request_swapped_time_seconds", "Time without blocks of requests that were preempted.", latency
         )
+        self.parks = self._histogram("request_parks", "Times that a request was preempted.", PARK_BUCKETS)
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS
         )
@@ -127,6 +129,7 @@ class Metrics:
         if record.completion_tokens:
             self.prefill.observe(max(0.0, timings.ttft_s - timings.queue_s))
             self.decode.observe(timings.decode_s)
+        self.parks.observe(timings.parks)
         if timings.parks:
             self.swapped.observe(timings.swapped_s)
 

@@ -102,10 +102,7 @@ class StatusBoard:
                 "budget_bytes": self.summary.get("cpu_offload_budget_bytes", 0),
                 "max_swapped_requests": stats.get("max_swapped_requests", 0),
             },
-            "preemption": {
-                **stats.get("preemption", {}),
-                "parks_per_request": stats.get("parks_per_request", []),
-            },
+            "preemption": stats.get("preemption", {}),
             "kv_encoder_layers": [
                 {"layer": layer, "saturated": saturated, "nonfinite": nonfinite}
                 for layer, saturated, nonfinite in stats.get("kv_encoder_layers", [])

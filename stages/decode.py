@@ -85,8 +85,6 @@ class DecodeStage(Stage):
         self._draining = False
         self._last_snapshot = 0.0
         self.counters = EngineCounters()
-        self.parks_per_request: list[int] = []
-        """How many of the finished requests were preempted 0 times, once, twice, ..."""
         self._transfers = Transfers(self.counters, pool.layout.block_bytes)
         self.on(Submit, self._on_submit)
         self.on(Cancel, self._on_cancel)
@@ -314,16 +312,11 @@ class DecodeStage(Stage):
             return
         if state is State.SWAPPED:
             self._drop_payload(rid)
-        self._count_parks(entry.parks)
         self.counters.requests_finished_total += 1
         self.counters.requests_failed_total += reason == "error"
         self._send_finished(request, reason, code, error)
         if not busy:
             del self._requests[rid]
-
-    def _count_parks(self, parks: int) -> None:
-        self.parks_per_request += [0] * (parks + 1 - len(self.parks_per_request))
-        self.parks_per_request[parks] += 1
 
     def _send_finished(self, request: Request, reason: str, code: str = "", error: str = "") -> None:
         timings = request.clock.timings()
@@ -365,7 +358,6 @@ class DecodeStage(Stage):
             "free_blocks": self._ledger.available,
             "cached_blocks": self._ledger.idle,
             "swapped_requests": states["swapped"],
-            "parks_per_request": self.parks_per_request,
             "cpu_offload_bytes": self._transfers.bytes,
             "progress": self.progress,
         }

@@ -83,15 +83,18 @@ def test_a_request_that_is_cancelled_on_its_way_back_counts_as_cancelled(tiny_pa
         assert prefetches(engine) == (0, 0, 1)
 
 
-def test_status_tells_how_often_requests_were_parked_and_the_most_host_memory_in_use(tiny_path):
+def test_metrics_tell_how_often_requests_were_parked_and_the_most_host_memory_in_use(tiny_path):
     with Engine(tiny_path, num_blocks=64, block_size=8) as engine:
         engine.complete(PROMPT, **FIELDS)
         swap_once(engine, len(PROMPT))
         engine.complete(PROMPT, **FIELDS)
-        status: dict[str, Any] = {"preemption": {}}
-        while sum(status["preemption"].get("parks_per_request", [])) < 2:
-            status = engine.status()
-        assert status["preemption"]["parks_per_request"] == [1, 1]
         used = -(-(len(PROMPT) + 2) // 8) * engine.host.plan.block_bytes
-        assert status["cpu_offload"]["max_payload_bytes"] == used
-        assert status["cpu_offload"]["payload_bytes"] == 0
+        metrics: dict[str, Any] = {}
+        while (metrics.get("deepinfer_max_cpu_offload_bytes"), metrics.get("cpu_offload_bytes")) != (used, 0):
+            metrics = engine.client.metrics()
+        parks = metrics["deepinfer_request_parks"]
+        assert (parks["count"], parks["sum"]) == (2, 1)
+        assert parks["buckets"][:2] == [[0.0, 1], [1.0, 2]]
+        offload = engine.status()["cpu_offload"]
+        assert offload["max_payload_bytes"] == used
+        assert offload["payload_bytes"] == 0
