@@ -12,7 +12,7 @@ from deepinfer.clients.errors import (
     NoDaemonError,
     ProtocolViolationError,
 )
-from deepinfer.clients.events import Accepted, Completion, Done, Event, Logprob, Preempted, Resumed, Token
+from deepinfer.clients.events import Accepted, Choice, Completion, Done, Event, Logprob, Preempted, Resumed, Token
 from deepinfer.clients.options import Timeouts
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "AccessDeniedError",
     "AsyncClient",
     "AsyncStream",
+    "Choice",
     "Client",
     "ClientClosedError",
     "Completion",

@@ -43,7 +43,7 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """All text that has been read from this stream so far."""
+        """All text that has been read from this stream so far; with `n` over 1, that of the first choice."""
         return self._state.text
 
     @property

@@ -26,10 +26,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted(Event):
+    """`n`: how many answers there will be; `choice` in what follows says which one is meant."""
+
     prompt_tokens: int
     model: str
     seed: int
     max_new_tokens: int
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class Token(Event):
     ids: tuple[int, ...]
     index: int
     logprobs: tuple[Logprob, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +50,45 @@ class Preempted(Event):
     """It pauses, and nothing of it is lost. `reason` is empty when it gave its memory to others, or engine_restart."""
 
     reason: str = ""
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed(Event):
-    pass
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One answer. finish_reason: stop, length, cancelled or kv_exhausted. `stop` is the stop string that matched;
+    `timings` are in seconds."""
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: str
+    timings: Mapping[str, float]
+    seed: int
+    logprobs: tuple[Logprob, ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(Event):
-    """finish_reason: stop, length, cancelled or kv_exhausted. `stop` is the stop string that matched."""
+    """`usage` is that of the whole request; finish_reason, timings and stop are those of the first of `choices`."""
 
     finish_reason: str
     usage: Mapping[str, int]
     timings: Mapping[str, float]
     stop: str | None = None
+    choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole answer. `timings` are in seconds; `preemptions` counts the pauses that were announced."""
+    """A whole answer, or several: then everything but `usage` and `preemptions` is that of the first of `choices`.
+
+    `timings` are in seconds; `preemptions` counts the pauses that were announced.
+    """
 
     text: str
     ids: tuple[int, ...]
@@ -77,6 +100,7 @@ class Completion:
     preemptions: int = 0
     logprobs: tuple[Logprob, ...] = field(default=())
     stop: str | None = None
+    choices: tuple[Choice, ...] = ()
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -94,6 +118,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     seed: int
+    n: int
     stop: str | list[str]
     stop_token_ids: list[int]
     ignore_eos: bool

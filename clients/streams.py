@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 from deepinfer.clients.errors import ClientClosedError, DeepInferError, ProtocolViolationError
 from deepinfer.clients.events import (
     Accepted,
+    Choice,
     Completion,
     Done,
     Event,
@@ -18,19 +20,38 @@ from deepinfer.clients.events import (
 )
 
 
+class _Answer:
+    """What has come of one choice."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.ids: list[int] = []
+        self.logprobs: list[Any] = []
+        self.paused = False
+
+    def end(self, raw: Mapping[str, Any], whole: Mapping[str, Any], seed: int) -> Choice:
+        """`raw` says how it ended; `whole` is empty, or has what was not streamed."""
+        return Choice(
+            text=whole.get("text", "".join(self.parts)),
+            ids=tuple(whole.get("ids", self.ids)),
+            finish_reason=raw["finish_reason"],
+            timings=raw["timings"],
+            seed=seed,
+            logprobs=read_logprobs(whole.get("logprobs")) if whole else tuple(self.logprobs),
+            stop=raw.get("stop"),
+        )
+
+
 class StreamState:
     """Owned by one stream of a client; `feed` takes its events in the order in which they came."""
 
     def __init__(self, streaming: bool) -> None:
         self._streaming = streaming
         self._next_seq = 0
-        self._parts: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[Any] = []
+        self._answers: defaultdict[int, _Answer] = defaultdict(_Answer)
         self._accepted: Accepted | None = None
         self._completion: Completion | None = None
         self._preemptions = 0
-        self._paused = False
         self.error: DeepInferError | None = None
 
     @property
@@ -40,13 +61,14 @@ class StreamState:
     @property
     def may_be_quiet(self) -> bool:
         """True while silence is legitimate: queued, preempted, or an answer that comes as a whole."""
-        waiting = self._accepted is not None and not self._ids
-        return waiting or self._paused or not self._streaming
+        answers = self._answers.values()
+        waiting = self._accepted is not None and not any(answer.ids for answer in answers)
+        return waiting or any(answer.paused for answer in answers) or not self._streaming
 
     @property
     def text(self) -> str:
-        """What has come so far."""
-        return "".join(self._parts)
+        """What has come so far, of the first choice."""
+        return "".join(self._answers[0].parts)
 
     def feed(self, raw: Mapping[str, Any]) -> Event | None:
         """The event that the stream yields; None for one that this client does not know.
@@ -111,6 +133,7 @@ class StreamState:
             model=raw["model"],
             seed=raw["seed"],
             max_new_tokens=raw["max_new_tokens"],
+            n=raw.get("n", 1),
         )
         return self._accepted
 
@@ -121,48 +144,60 @@ class StreamState:
             ids=tuple(raw["ids"]),
             index=raw["index"],
             logprobs=read_logprobs(raw.get("logprobs")),
+            choice=raw.get("choice", 0),
         )
-        if token.index != len(self._ids):
-            raise ProtocolViolationError(f"token {token.index} came where {len(self._ids)} was due")
-        self._paused = False
-        self._parts.append(token.text)
-        self._ids.extend(token.ids)
-        self._logprobs.extend(token.logprobs)
+        answer = self._answers[token.choice]
+        if token.index != len(answer.ids):
+            raise ProtocolViolationError(f"token {token.index} came where {len(answer.ids)} was due")
+        answer.paused = False
+        answer.parts.append(token.text)
+        answer.ids.extend(token.ids)
+        answer.logprobs.extend(token.logprobs)
         return token
 
     def _read_preempted(self, raw: Mapping[str, Any]) -> Event:
-        self._paused = True
+        event = Preempted(seq=raw["seq"], reason=raw.get("reason", ""), choice=raw.get("choice", 0))
+        self._answers[event.choice].paused = True
         self._preemptions += 1
-        return Preempted(seq=raw["seq"], reason=raw.get("reason", ""))
+        return event
 
     def _read_resumed(self, raw: Mapping[str, Any]) -> Event:
-        self._paused = False
-        return Resumed(seq=raw["seq"])
+        event = Resumed(seq=raw["seq"], choice=raw.get("choice", 0))
+        self._answers[event.choice].paused = False
+        return event
 
     def _read_done(self, raw: Mapping[str, Any]) -> Event:
+        """What belongs to one answer is in `choices`, or in the event itself where there is only one."""
         self._check_count(raw)
-        whole = raw if not self._streaming else {}
-        text = whole.get("text", self.text)
         accepted = self._accepted
+        ends = raw.get("choices", (raw,))
+        seed = None if accepted is None else accepted.seed
+        choices = tuple(
+            self._answers[index].end(end, {} if self._streaming else end, end.get("seed", seed))
+            for index, end in enumerate(ends)
+        )
+        first = choices[0]
         self._completion = Completion(
-            text=text,
-            ids=tuple(whole.get("ids", self._ids)),
-            finish_reason=raw["finish_reason"],
+            text=first.text,
+            ids=first.ids,
+            finish_reason=first.finish_reason,
             usage=raw["usage"],
-            timings=raw["timings"],
+            timings=first.timings,
             model=raw["model"] if accepted is None else accepted.model,
-            seed=raw["seed"] if accepted is None else accepted.seed,
+            seed=first.seed,
             preemptions=self._preemptions,
-            logprobs=read_logprobs(whole.get("logprobs")) if whole else tuple(self._logprobs),
-            stop=raw.get("stop"),
+            logprobs=first.logprobs,
+            stop=first.stop,
+            choices=choices,
         )
         return Done(
             seq=raw["seq"],
-            text=text if whole else "",
-            finish_reason=raw["finish_reason"],
+            text="" if self._streaming else first.text,
+            finish_reason=first.finish_reason,
             usage=raw["usage"],
-            timings=raw["timings"],
-            stop=raw.get("stop"),
+            timings=first.timings,
+            stop=first.stop,
+            choices=choices,
         )
 
 

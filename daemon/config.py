@@ -135,6 +135,7 @@ class LimitsConfig:
     max_prompt_ids: int = setting(LIMITS.max_prompt_ids, "Token ids of a prompt.", low=1, live=True)
     max_messages: int = setting(LIMITS.max_messages, "Messages of a chat.", low=1, live=True)
     max_new_tokens: int = setting(LIMITS.max_new_tokens, "New tokens of a request.", low=1, live=True)
+    max_choices: int = setting(LIMITS.max_choices, "Answers to one request.", low=1, live=True)
     max_stops: int = setting(LIMITS.max_stops, "Stop strings of a request.", low=1, live=True)
     max_stop_chars: int = setting(LIMITS.max_stop_chars, "Characters of a stop string.", low=1, live=True)
     max_stop_token_ids: int = setting(LIMITS.max_stop_token_ids, "Stop token ids of a request.", low=0, live=True)

@@ -18,6 +18,7 @@ import zmq
 
 from deepinfer.stages import client_port, messages
 from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.choice import Choice
 from deepinfer.stages.client_port import Delivery
 from deepinfer.stages.curve import Curve
 from deepinfer.stages.engine_port import EngineAddresses, EnginePort
@@ -86,7 +87,9 @@ class AdmissionStage(Stage):
         """`supervised`: a new engine is started when this one dies, or `EngineDied` says that there will be none."""
         super().__init__(context, inbox, {})
         self._live: dict[int, LiveRequest] = {}
-        self._engine = EnginePort(self, self._live)
+        self._by_choice: dict[int, LiveRequest] = {}
+        """By the ids that the engine knows."""
+        self._engine = EnginePort(self, self._by_choice)
         self._engine_addresses = engine
         self._supervised = supervised
         self._clients_address = clients
@@ -213,10 +216,11 @@ class AdmissionStage(Stage):
     def _convict(self, running: Sequence[int]) -> None:
         guilty = self._engine.convict(running)
         if guilty is not None:
-            logger.error("request %d killed the engine twice, at token %d", guilty.rid, len(guilty.generated))
+            live, choice = guilty
+            logger.error("request %d killed the engine twice, at token %d", choice.rid, len(choice.generated))
             self._board.advances += 1
-            guilty.fail(ProtocolError("engine_killer", "the engine died twice while it computed this request"))
-            self._flush(guilty)
+            live.fail(ProtocolError("engine_killer", "the engine died twice while it computed this request"))
+            self._flush(live)
 
     def _give_up(self, error: str, config_error: bool = False) -> None:
         """There will be no engine any more."""
@@ -226,13 +230,15 @@ class AdmissionStage(Stage):
 
     def _bereave(self, live: LiveRequest) -> None:
         """The engine that had it is dead."""
-        if live.over or not live.submitted:
+        if live.over:
             return
-        live.submitted = False
-        if live.cancelled:
-            self._end_early(live, live.cancelled)
-        else:
-            self._preempt(live, "engine_restart")
+        for choice in [choice for choice in live.unfinished if choice.submitted]:
+            choice.submitted = False
+            if choice.cancelled:
+                self._end_here(live, choice, choice.cancelled)
+            else:
+                self._preempt(live, choice, "engine_restart")
+        self._flush(live)
 
     def _end_all(self, error: ProtocolError) -> None:
         for live in list(self._live.values()):
@@ -241,9 +247,12 @@ class AdmissionStage(Stage):
 
     def _end_early(self, live: LiveRequest, reason: str) -> None:
         """The engine will end it; if no engine has it, it ends here."""
-        if not self._engine.cancel(live, reason):
-            live.finish(messages.Finished(rid=live.rid, reason=reason, timings=live.clock.timings()))
-            self._flush(live)
+        for choice in self._engine.cancel(live.unfinished, reason):
+            self._end_here(live, choice, reason)
+        self._flush(live)
+
+    def _end_here(self, live: LiveRequest, choice: Choice, reason: str) -> None:
+        live.finish(messages.Finished(rid=choice.rid, reason=reason, timings=choice.clock.timings()))
 
     def _on_engine_stopped(self, _: messages.EngineStopped) -> None:
         self._board.set_phase("stopped")
@@ -260,47 +269,51 @@ class AdmissionStage(Stage):
     def _on_tokens(self, message: messages.Tokens) -> None:
         self._board.advances += len(message.items)
         for item in message.items:
-            live = self._live.get(item.rid)
+            live = self._by_choice.get(item.rid)
             if live is None:
                 continue
-            if not live.stopped and not live.over:
+            if live.hears(item.rid):
                 self._take_token(live, item)
             self._engine.moved(item.rid)
             self._flush(live)
 
     def _take_token(self, live: LiveRequest, item: messages.TokenItem) -> None:
-        before = live.clock.last_token
+        choice = live.choice(item.rid)
+        before = choice.clock.last_token
         live.token(item)
-        now = live.clock.last_token or monotonic()
-        if before is None:
-            self._telemetry.first_token(now - live.clock.submitted, live.prompt_tokens)
-        else:
+        now = choice.clock.last_token or monotonic()
+        if before is not None:
             self._telemetry.next_token(now - before)
-        if live.stopped:
-            self._engine.cancel(live, "stop")
+        elif choice is live.choices[0]:
+            self._telemetry.first_token(now - choice.clock.submitted, live.prompt_tokens)
+        if choice.stopped:
+            self._engine.cancel([choice], "stop")
 
     def _on_preempted(self, message: messages.Preempted) -> None:
-        live = self._live.get(message.rid)
+        live = self._by_choice.get(message.rid)
         if live is not None:
-            self._preempt(live)
+            self._preempt(live, live.choice(message.rid))
+            self._flush(live)
 
-    def _preempt(self, live: LiveRequest, reason: str | None = None) -> None:
-        if not live.clock.parked:
-            self._telemetry.event("preempted", request=live.rid, id=live.client_id, reason=reason)
-        live.preempted(reason)
-        self._flush(live)
+    def _preempt(self, live: LiveRequest, choice: Choice, reason: str | None = None) -> None:
+        if not choice.clock.parked:
+            self._telemetry.event("preempted", request=choice.rid, id=live.client_id, reason=reason)
+        live.preempted(choice, reason)
 
     def _on_resumed(self, message: messages.Resumed) -> None:
-        live = self._live.get(message.rid)
+        live = self._by_choice.get(message.rid)
         if live is not None:
-            self._telemetry.event("resumed", request=live.rid, id=live.client_id)
-            live.resumed()
+            self._telemetry.event("resumed", request=message.rid, id=live.client_id)
+            live.resumed(live.choice(message.rid))
             self._flush(live)
 
     def _on_finished(self, message: messages.Finished) -> None:
-        live = self._live.get(message.rid)
+        live = self._by_choice.get(message.rid)
         if live is not None:
             live.finish(message)
+            self._engine.moved(message.rid)
+            if live.over:
+                self._engine.cancel(live.unfinished, "cancelled")
             self._flush(live)
 
     # --- clients ----------------------------------------------------------------------------------------------
@@ -373,8 +386,9 @@ class AdmissionStage(Stage):
     def _generate(self, route: Route, op: Generate) -> None:
         capacity = self._check_open(route, op)
         live = self._intake.live_request(self._next_rid, route, op, capacity)
-        self._next_rid += 1
+        self._next_rid += len(live.choices)
         self._live[live.rid] = live
+        self._by_choice |= dict.fromkeys((choice.rid for choice in live.choices), live)
         self._by_stream[(route.identity, op.id)] = live.rid
         self._streams[route.identity] += 1
         if op.deadline_ms is not None:
@@ -402,22 +416,22 @@ class AdmissionStage(Stage):
                 allowed=self._model,
                 id=op.id,
             )
-        self._check_room(route, op.id)
+        self._check_room(route, op)
         return self._capacity
 
-    def _check_room(self, route: Route, id: RequestId) -> None:
-        """`retry_after_s`: how long it took lately until a request ended."""
+    def _check_room(self, route: Route, op: Generate) -> None:
+        """Every choice takes a place in the queue. `retry_after_s`: how long it took lately until a request ended."""
         own = self._streams[route.identity]
-        for live, limit, whose in (
-            (len(self._live), self._limits.max_queue, "max_queue"),
-            (own, self._limits.max_streams, "max_streams"),
+        for live, more, limit, whose in (
+            (len(self._by_choice), op.n, self._limits.max_queue, "max_queue"),
+            (own, 1, self._limits.max_streams, "max_streams"),
         ):
-            if live >= limit:
+            if live + more > limit:
                 raise ProtocolError(
                     "queue_full",
                     f"{live} requests are live, the limit is {limit} ({whose})",
                     allowed=f"at most {limit}",
-                    id=id,
+                    id=op.id,
                     details={"limit": whose, "live": live, "retry_after_s": self._seconds_to_room()},
                 )
 
@@ -458,12 +472,12 @@ class AdmissionStage(Stage):
         if waiting > MAX_PENDING_IDS:
             live.drop_pending_tokens()
             live.fail(ProtocolError("slow_consumer", f"{waiting} tokens wait for this client, which does not read"))
-            self._engine.cancel(live, "cancelled")
+            self._engine.cancel(live.unfinished, "cancelled")
 
     def _client_gone(self, identity: bytes) -> None:
         for live in [live for live in self._live.values() if live.route.identity == identity]:
             if not live.over:
-                self._engine.cancel(live, "cancelled")
+                self._engine.cancel(live.unfinished, "cancelled")
             self._forget(live)
 
     def _record(self, live: LiveRequest) -> None:
@@ -475,7 +489,9 @@ class AdmissionStage(Stage):
     def _forget(self, live: LiveRequest) -> None:
         self._record(live)
         self._live.pop(live.rid, None)
-        self._engine.moved(live.rid)
+        for choice in live.choices:
+            self._by_choice.pop(choice.rid, None)
+            self._engine.moved(choice.rid)
         if self._by_stream.pop((live.route.identity, live.client_id), None) is not None:
             self._count_end(live.route.identity)
         self._blocked.pop(live.rid, None)

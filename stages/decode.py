@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import zmq
 
-from deepinfer.stages.memory.entries import Moves, State
+from deepinfer.stages.memory.entries import Moves, OwnCopy, State
 from deepinfer.stages.memory.pool import KVPool
 from deepinfer.stages.memory.prefix import root_key
 from deepinfer.stages.memory.residency import Residency
@@ -97,6 +98,13 @@ class DecodeStage(Stage):
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _on_submit(self, message: Submit) -> None:
+        self._enter(message)
+        for fork in message.forks:
+            params = msgspec.structs.replace(message.params, seed=fork.seed)
+            alike = msgspec.structs.replace(message, rid=fork.rid, params=params, clock=fork.clock)
+            self._enter(alike, leader=message.rid)
+
+    def _enter(self, message: Submit, leader: int | None = None) -> None:
         layout = self._pool.layout
         total = len(message.prompt) // 4 + message.params.max_new_tokens - 1
         root = root_key(*self._sharing_domain, message.cache_salt)
@@ -114,7 +122,7 @@ class DecodeStage(Stage):
             return
         self._requests[message.rid] = request
         keys = request.keys([]) if self._ledger.tree is not None else []
-        self._residency.submit(message.rid, request.length, total, message.priority, keys)
+        self._residency.submit(message.rid, request.length, total, message.priority, keys, leader)
 
     def _on_cancel(self, message: Cancel) -> None:
         if message.rid in self._requests:
@@ -133,18 +141,27 @@ class DecodeStage(Stage):
         tokens = {item.rid: item for item in message.sampled}
         outcomes = []
         for chunk in message.items:
-            request = self._requests.get(chunk.rid)
-            if not self._residency.chunk_done(chunk.rid, chunk.count):
-                self._requests.pop(chunk.rid, None)
-                continue
-            if request is None:
-                continue
-            self._register_filled(chunk.rid)
-            request.clock.prefill += message.seconds
-            self.counters.computed(request.note_computed(chunk.start + chunk.count), chunk.count)
-            if chunk.rid in message.errors or chunk.rid in tokens:
-                outcomes.append(Outcome(chunk.rid, tokens.get(chunk.rid), message.errors.get(chunk.rid, "")))
+            request = self._requests[chunk.rid]
+            alive = self._residency.chunk_done(chunk.rid, chunk.count)
+            if alive:
+                self._register_filled(chunk.rid)
+                request.clock.prefill += message.seconds
+                self.counters.computed(request.note_computed(chunk.start + chunk.count), chunk.count)
+            begun = self._residency.fork(chunk.rid) if alive and chunk.last else []
+            self._note_forks(begun, chunk.start + chunk.count)
+            for rid in (chunk.rid, *chunk.forks):
+                if rid not in self._residency.entries:  # It ended while its chunk was out.
+                    del self._requests[rid]
+            for rid in (chunk.rid, *begun) if alive else ():
+                if rid in message.errors or rid in tokens:
+                    outcomes.append(Outcome(rid, tokens.get(rid), message.errors.get(rid, "")))
         self._deliver(outcomes)
+
+    def _note_forks(self, rids: list[int], stored: int) -> None:
+        for rid in rids:
+            self._entered(rid)
+            self._requests[rid].note_found(stored)
+        self.counters.requests_forked_total += len(rids)
 
     def _on_swap_out_done(self, message: SwapOutDone) -> None:
         was_parked = self._transfers.holds(message.rid)
@@ -176,6 +193,7 @@ class DecodeStage(Stage):
         moves = self._residency.moves()
         self._carry_out(moves)
         step = self._residency.step()
+        self._copy_shared(step.copies)
         self._carry_out(step.moves)
         if step.rows:
             self._decode(step.rows)
@@ -213,7 +231,17 @@ class DecodeStage(Stage):
             self._sync_table(chunk.rid)
         self._chunk_out = True
         self._transfers.computing()
-        self.send("prefill", PrefillChunk(items=[ChunkItem(c.rid, c.start, c.count, c.last) for c in chunks]))
+        items = [ChunkItem(c.rid, c.start, c.count, c.last, c.forks) for c in chunks]
+        self.send("prefill", PrefillChunk(items=items))
+
+    def _copy_shared(self, copies: list[OwnCopy]) -> None:
+        """Before anybody is told of the new blocks. A swap out that reads a shared one meanwhile is not disturbed."""
+        if not copies:
+            return
+        for copy in copies:
+            self._requests[copy.rid].num_blocks = 0
+        self._runner.copy_blocks(self._pool.data, [(copy.source, copy.destination) for copy in copies])
+        self.counters.kv_copied_blocks_total += len(copies)
 
     def _carry_out(self, moves: Moves) -> None:
         if moves.swap_out:
@@ -227,10 +255,8 @@ class DecodeStage(Stage):
             self._transfers.returning(rid, self._chunk_out)
             self.send("offload", SwapIn(rid=rid, blocks=self._blocks_at(rid, self._residency.entries[rid].away)))
         for rid in moves.admitted:
-            self._requests[rid].clock.admit()
+            self._entered(rid)
             self._note_found(rid)
-            if self._requests[rid].clock.parked:
-                self._unparked(rid)
         for rid in moves.recomputed:
             self.counters.requests_recomputed_total += 1
             if self._transfers.holds(rid):
@@ -270,6 +296,11 @@ class DecodeStage(Stage):
             blocks = self._ledger.blocks(rid)
             request.table[: len(blocks)] = blocks
             request.num_blocks = len(blocks)
+
+    def _entered(self, rid: int) -> None:
+        self._requests[rid].clock.admit()
+        if self._requests[rid].clock.parked:
+            self._unparked(rid)
 
     def _parked(self, rid: int) -> None:
         self._requests[rid].num_blocks = 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from deepinfer.stages.blame import Blame
+from deepinfer.stages.choice import Choice
 from deepinfer.stages.live import LiveRequest
 from deepinfer.stages.messages import Cancel, Drain
 from deepinfer.stages.stage import Stage
@@ -19,8 +20,8 @@ class EngineAddresses(NamedTuple):
 
 
 class EnginePort:
-    """Owned by admission, used in its thread. A request is with an engine from `submit` until it ends or the engine
-    dies; while there is no engine, requests wait with admission."""
+    """Owned by admission, used in its thread. `live` has the open requests by the ids of their choices. A choice is
+    with an engine from `submit` until it ends or the engine dies; while there is no engine, it waits with admission."""
 
     def __init__(self, stage: Stage, live: Mapping[int, LiveRequest]) -> None:
         self._stage = stage
@@ -42,21 +43,31 @@ class EnginePort:
         self._stage.remove_outbox("decode")
         self.up = False
 
-    def convict(self, running: Sequence[int]) -> LiveRequest | None:
+    def convict(self, running: Sequence[int]) -> tuple[LiveRequest, Choice] | None:
         """The engine died while it computed these. The one that killed it, if that is known now."""
-        open_ones = (self._live[rid] for rid in running if rid in self._live)
-        guilty = self._blame.died({live.rid: len(live.generated) for live in open_ones if not live.over})
-        return None if guilty is None else self._live[guilty]
+        computed = [(self._live[rid], self._live[rid].choice(rid)) for rid in running if rid in self._live]
+        open_ones = [choice for live, choice in computed if choice in live.unfinished and not live.over]
+        guilty = self._blame.died({choice.rid: len(choice.generated) for choice in open_ones})
+        if guilty is None:
+            return None
+        live = self._live[guilty]
+        for choice in live.choices:  # One ends all of them.
+            self._blame.clear(choice.rid)
+        return live, live.choice(guilty)
 
     def submit(self, live: LiveRequest) -> None:
-        if self.up and not self._blame.holds(live.rid):
-            live.submitted = True
-            self._stage.send("decode", live.submission())
+        if not self.up:
+            return
+        choices = [c for c in live.unfinished if not c.submitted and not self._blame.holds(c.rid)]
+        for submission in live.submissions(choices):
+            self._stage.send("decode", submission)
+        for choice in choices:
+            choice.submitted = True
 
     def submit_waiting(self) -> None:
         """In order of arrival."""
-        for live in self._live.values():
-            if not live.submitted and not live.over:
+        for live in dict.fromkeys(self._live.values()):
+            if not live.over:
                 self.submit(live)
 
     def moved(self, rid: int) -> None:
@@ -64,12 +75,14 @@ class EnginePort:
         if self._blame.clear(rid):
             self.submit_waiting()
 
-    def cancel(self, live: LiveRequest, reason: str) -> bool:
-        """False when no engine has it: then nobody but admission will end it."""
-        live.cancelled = live.cancelled or reason
-        if live.submitted:
-            self._stage.send("decode", Cancel(rid=live.rid, reason=reason))
-        return live.submitted
+    def cancel(self, choices: Iterable[Choice], reason: str) -> list[Choice]:
+        """Returns those that no engine has: nobody but admission will end them."""
+        choices = list(choices)
+        for choice in choices:
+            choice.cancelled = choice.cancelled or reason
+            if choice.submitted:
+                self._stage.send("decode", Cancel(rid=choice.rid, reason=reason))
+        return [choice for choice in choices if not choice.submitted]
 
     def drain(self, now: bool) -> None:
         if self.up:

@@ -10,8 +10,10 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from deepinfer.stages.choice import Choice
 from deepinfer.stages.live import LiveRequest, Route
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import SamplingParams
@@ -55,21 +57,27 @@ class Intake:
         """Characters, at least: the spellings of byte tokens are no shorter than what they stand for."""
 
     def live_request(self, rid: int, route: Route, op: Generate, capacity: Capacity) -> LiveRequest:
-        """Checked and ready to be submitted."""
+        """Checked and ready to be submitted. `rid` is the id of its first choice."""
         prompt = self._prompt_ids(op, capacity)
         params = self._params(op, len(prompt), capacity)
         silent = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        choices = [
+            Choice(
+                rid=rid + index,
+                params=msgspec.structs.replace(params, seed=(params.seed + index) % (MAX_INTEGER + 1)),
+                silent_ids=silent,
+                detokenizer=IncrementalDetokenizer(self.tokenizer.decode, self._byte_ids),
+                stops=StopMatcher(op.stop),
+            )
+            for index in range(op.n)
+        ]
         return LiveRequest(
-            rid=rid,
             route=route,
             client_id=op.id,
             model=self.model,
             prompt=prompt.astype("<i4", copy=False).tobytes(),
-            params=params,
+            choices=choices,
             stream=op.stream,
-            silent_ids=silent,
-            detokenizer=IncrementalDetokenizer(self.tokenizer.decode, self._byte_ids),
-            stops=StopMatcher(op.stop),
             priority=op.priority,
             cache_salt=op.cache_salt,
         )

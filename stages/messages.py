@@ -41,6 +41,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t"):
 # admission -> decode
 
 
+class Fork(msgspec.Struct, frozen=True, array_like=True):
+    rid: int
+    seed: int
+    clock: RequestClock | None = None
+
+
 class Submit(Message, frozen=True, tag="submit"):
     rid: int
     prompt: bytes
@@ -53,6 +59,8 @@ class Submit(Message, frozen=True, tag="submit"):
     priority: int = 0
     cache_salt: str = ""
     """Only requests with the same salt share prefix blocks."""
+    forks: tuple[Fork, ...] = ()
+    """Further requests that begin with the same tokens, and continue with seeds of their own."""
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -162,6 +170,8 @@ class ChunkItem(msgspec.Struct, frozen=True, array_like=True):
     start: int
     count: int
     last: bool
+    forks: tuple[int, ...] = ()
+    """With `last`: requests whose first token is sampled from the same logits."""
 
 
 class PrefillChunk(Message, frozen=True, tag="chunk"):

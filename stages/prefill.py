@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import zmq
 
-from deepinfer.stages.messages import ChunkDone, PrefillChunk
+from deepinfer.stages.messages import ChunkDone, ChunkItem, PrefillChunk
 from deepinfer.stages.request import Request
 from deepinfer.stages.runner import ModelRunner, Span
 from deepinfer.stages.stage import Stage, monotonic
@@ -33,7 +33,7 @@ class PrefillStage(Stage):
 
     def _on_chunk(self, message: PrefillChunk) -> None:
         began = monotonic()
-        spans = [Span(self._requests[item.rid], item.start, item.count, item.last) for item in message.items]
+        spans = [self._span(item) for item in message.items]
         outcomes = self._runner.run(spans)
         self.send(
             "decode",
@@ -44,3 +44,7 @@ class PrefillStage(Stage):
                 seconds=monotonic() - began,
             ),
         )
+
+    def _span(self, item: ChunkItem) -> Span:
+        forks = tuple(self._requests[rid] for rid in item.forks)
+        return Span(self._requests[item.rid], item.start, item.count, item.last, forks)

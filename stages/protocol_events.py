@@ -35,6 +35,7 @@ class Accepted(StreamEvent, frozen=True, kw_only=True, tag="accepted"):
     model: str
     seed: int
     max_new_tokens: int
+    n: int = 1
 
 
 class Token(StreamEvent, frozen=True, kw_only=True, tag="token"):
@@ -44,16 +45,19 @@ class Token(StreamEvent, frozen=True, kw_only=True, tag="token"):
     ids: Sequence[int]
     index: int
     logprobs: Sequence[TokenLogprob] | None = None
+    choice: int | None = None
+    """Here and below: absent where there is only one."""
 
 
 class Preempted(StreamEvent, frozen=True, kw_only=True, tag="preempted"):
     """`reason` is absent when it gave its memory to others."""
 
     reason: str | None = None
+    choice: int | None = None
 
 
 class Resumed(StreamEvent, frozen=True, kw_only=True, tag="resumed"):
-    pass
+    choice: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,12 +67,26 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class Done(StreamEvent, frozen=True, kw_only=True, tag="done"):
-    """The fields from `text` on are there only when the request said `stream: false`."""
+class ChoiceEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one answer ended. The fields from `text` on are there only when the request said `stream: false`."""
 
     finish_reason: str
-    usage: Usage
+    completion_tokens: int
     timings: Timings
+    seed: int
+    stop: str | None = None
+    text: str | None = None
+    ids: Sequence[int] | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+
+
+class Done(StreamEvent, frozen=True, kw_only=True, tag="done"):
+    """What belongs to one answer is here where there is only one, and in `choices` otherwise. The fields from `text` to
+    `seed` are there only when the request said `stream: false`."""
+
+    finish_reason: str | None = None
+    usage: Usage
+    timings: Timings | None = None
     events: int
     stop: str | None = None
     text: str | None = None
@@ -76,6 +94,7 @@ class Done(StreamEvent, frozen=True, kw_only=True, tag="done"):
     logprobs: Sequence[TokenLogprob] | None = None
     model: str | None = None
     seed: int | None = None
+    choices: Sequence[ChoiceEnd] | None = None
 
 
 class Error(Event, frozen=True, kw_only=True, tag="error"):
@@ -131,39 +150,40 @@ class StreamEncoder:
         self.seq = 0
         self.ended = False
 
-    def accepted(self, *, prompt_tokens: int, model: str, seed: int, max_new_tokens: int) -> bytes:
+    def accepted(self, *, prompt_tokens: int, model: str, seed: int, max_new_tokens: int, n: int = 1) -> bytes:
         return self._encode(
             Accepted(
                 prompt_tokens=prompt_tokens,
                 model=model,
                 seed=seed,
                 max_new_tokens=max_new_tokens,
+                n=n,
                 **self._next(),
             )
         )
 
-    def token(self, text: str, ids: Sequence[int], index: int, logprobs: Sequence[TokenLogprob] | None = None) -> bytes:
+    def token(
+        self,
+        text: str,
+        ids: Sequence[int],
+        index: int,
+        logprobs: Sequence[TokenLogprob] | None = None,
+        choice: int | None = None,
+    ) -> bytes:
         """`index` is that of the first of `ids` among the generated tokens; without ids, of the next one."""
-        return self._encode(Token(text=text, ids=ids, index=index, logprobs=logprobs, **self._next()))
+        return self._encode(Token(text=text, ids=ids, index=index, logprobs=logprobs, choice=choice, **self._next()))
 
-    def preempted(self, reason: str | None = None) -> bytes:
-        return self._encode(Preempted(reason=reason, **self._next()))
+    def preempted(self, reason: str | None = None, choice: int | None = None) -> bytes:
+        return self._encode(Preempted(reason=reason, choice=choice, **self._next()))
 
-    def resumed(self) -> bytes:
-        return self._encode(Resumed(**self._next()))
+    def resumed(self, choice: int | None = None) -> bytes:
+        return self._encode(Resumed(choice=choice, **self._next()))
 
     def done(
-        self,
-        finish_reason: str,
-        *,
-        prompt_tokens: int,
-        cached_tokens: int,
-        completion_tokens: int,
-        timings: Timings,
-        stop: str | None = None,
-        **whole: Any,
+        self, choices: Sequence[ChoiceEnd], *, prompt_tokens: int, cached_tokens: int, model: str | None = None
     ) -> bytes:
-        """`whole`: text, ids, logprobs, model and seed, for a request with `stream: false`."""
+        """`model` only for a request with `stream: false`."""
+        completion_tokens = sum(choice.completion_tokens for choice in choices)
         usage = Usage(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
@@ -172,15 +192,22 @@ class StreamEncoder:
         )
         head = self._next()
         self.ended = True
-        return _encoder.encode(
+        if len(choices) > 1:
+            return self._encode(Done(usage=usage, events=self.seq, model=model, choices=choices, **head))
+        only = choices[0]
+        return self._encode(
             Done(
-                finish_reason=finish_reason,
+                finish_reason=only.finish_reason,
                 usage=usage,
-                timings=timings,
-                stop=stop,
+                timings=only.timings,
                 events=self.seq,
+                stop=only.stop,
+                text=only.text,
+                ids=only.ids,
+                logprobs=only.logprobs,
+                model=model,
+                seed=None if only.text is None else only.seed,
                 **head,
-                **whole,
             )
         )
 

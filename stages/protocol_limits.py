@@ -21,6 +21,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_ids: int = 256 * 1024
     max_messages: int = 1024
     max_new_tokens: int = 128 * 1024
+    max_choices: int = 16
     max_stops: int = 16
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64

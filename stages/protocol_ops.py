@@ -89,6 +89,7 @@ _GENERATE: dict[str, Parser] = {
     "frequency_penalty": fields.number(-2, 2),
     "logit_bias": fields.logit_bias,
     "seed": fields.integer(0, MAX_INTEGER),
+    "n": fields.integer(1, lambda at: at.max_choices),
     "stop": fields.stops,
     "stop_token_ids": fields.stop_token_ids,
     "ignore_eos": fields.boolean(),

@@ -26,6 +26,12 @@ class Span:
     start: int
     count: int
     sample: bool
+    forks: tuple[Request, ...] = ()
+    """With `sample`: they have the same tokens, and each draws its own token from the same logits."""
+
+    @property
+    def samplers(self) -> tuple[Request, ...]:
+        return (self.request, *self.forks) if self.sample else ()
 
 
 class Outcome(NamedTuple):
@@ -44,6 +50,10 @@ class ModelRunner:
         self._lane = lane
         self._record = record if record is not None else FlightRecord().decode
 
+    def copy_blocks(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Row `source` of the pool to row `destination`, for each pair, in the order of the passes around it."""
+        self._lane.run(_copy_blocks, pool, pairs)
+
     def run(self, spans: Sequence[Span]) -> list[Outcome]:
         """One forward pass over all spans; an outcome for each that samples, and for each that failed."""
         return self._lane.run(self._run, spans)
@@ -53,12 +63,12 @@ class ModelRunner:
         forward = build_batch(spans)
         logits = self.executor.forward(forward)
         broken = _broken_spans(spans, forward.attention.nonfinite_rows)
-        sampling = [span for span in spans if span.sample]
-        sampled = self.sampler.sample(logits, [_sample_row(span.request) for span in sampling]) if sampling else []
+        sampling = [request for span in spans for request in span.samplers]
+        sampled = self.sampler.sample(logits, [_sample_row(request) for request in sampling]) if sampling else []
         outcomes = [
-            _outcome(span.request, result)
-            for span, result in zip(sampling, sampled, strict=True)
-            if span.request.rid not in broken
+            _outcome(request, result)
+            for request, result in zip(sampling, sampled, strict=True)
+            if request.rid not in broken
         ]
         outcomes.extend(Outcome(rid, None, error) for rid, error in broken.items())
         self._record.end()
@@ -73,7 +83,8 @@ def _broken_spans(spans: Sequence[Span], nonfinite: np.ndarray) -> dict[int, str
     first = 0
     for span in spans:
         if nonfinite[first : first + span.count].any():
-            broken[span.request.rid] = "the model produced keys or values that are not finite"
+            for request in (span.request, *span.forks):
+                broken[request.rid] = "the model produced keys or values that are not finite"
         first += span.count
     return broken
 
@@ -89,7 +100,7 @@ def build_batch(spans: Sequence[Span]) -> ForwardBatch:
     tables = np.zeros((len(spans), width), dtype=np.int32)
     for row, span in zip(tables, spans, strict=True):
         row[: span.request.num_blocks] = span.request.table[: span.request.num_blocks]
-    last_rows = [int(starts[i + 1]) - 1 for i, span in enumerate(spans) if span.sample]
+    last_rows = [int(starts[i + 1]) - 1 for i, span in enumerate(spans) for _ in span.samplers]
     return ForwardBatch(
         token_ids=torch.from_numpy(tokens),
         attention=AttentionBatch(
@@ -100,6 +111,11 @@ def build_batch(spans: Sequence[Span]) -> ForwardBatch:
         ),
         logits_rows=torch.tensor(last_rows, dtype=torch.int64),
     )
+
+
+def _copy_blocks(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    for source, destination in pairs:
+        pool[destination].copy_(pool[source])
 
 
 def _sample_row(request: Request) -> SampleRow:

@@ -28,6 +28,8 @@ class EngineCounters:
     replayed_tokens_total: int = count(
         "Tokens computed again after a preemption without swap; in no other token counter."
     )
+    requests_forked_total: int = count("Requests that began on the stored prompt of another choice.")
+    kv_copied_blocks_total: int = count("KV blocks copied because choices that shared them would have written there.")
     decode_steps_total: int = count("Decode steps, each over every resident request.")
     decode_context_tokens_total: int = count("Stored tokens that decode steps read, summed over requests and steps.")
     decode_seconds: float = count("Seconds spent in decode steps.", 0.0)

@@ -32,6 +32,8 @@ class Entry:
     total: int
     """Tokens whose keys and values will ever be stored, if it runs to its limit."""
     priority: int = 0
+    leader: int | None = None
+    """A fork of this request: it waits until the common prompt is stored, and begins with the same blocks."""
     keys: list[bytes] = field(default_factory=list)
     """Of the full blocks of its tokens, as far as they are known; see `prefix`."""
     registered: int = 0
@@ -55,7 +57,7 @@ class Entry:
     swap_refused: bool = False
     """The host had no room for it, or the copy failed, and nothing has left the host since."""
     busy: bool = False
-    """A PrefillChunk names it: its blocks belong to the prefill stage."""
+    """A PrefillChunk names it: its blocks belong to the prefill stage, or its first token will come from there."""
     ended: bool = False
     """It has finished or was cancelled, but a chunk or a transfer still has its blocks."""
 
@@ -99,6 +101,16 @@ class Chunk:
     start: int
     count: int
     last: bool
+    forks: tuple[int, ...] = ()
+    """With `last`: requests with the same prompt whose first token is sampled from it too."""
+
+
+class OwnCopy(NamedTuple):
+    """Copy-on-write: the block that `rid` writes next is shared by forks, and it has been given one of its own."""
+
+    rid: int
+    source: int
+    destination: int
 
 
 class Moves(NamedTuple):
@@ -118,3 +130,5 @@ class Step(NamedTuple):
     rows: list[int]
     """Requests that decode one token, each with a block for it."""
     moves: Moves
+    copies: list[OwnCopy]
+    """To be carried out first, before the moves and before the step."""

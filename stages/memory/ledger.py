@@ -125,6 +125,21 @@ class BlockLedger:
             self._take(block)
             table.append(block)
 
+    def is_shared(self, rid: int, index: int) -> bool:
+        """Whether others hold block `index` of `rid` too; False where the table ends before it."""
+        table = self._held.get(rid, ())
+        return index < len(table) and self._references[table[index]] > 1
+
+    def unshare(self, rid: int, index: int) -> tuple[int, int]:
+        """Put a new block in the place of a shared one. Returns (shared, new): the bytes are to be copied before
+        anybody writes to either. Raises LedgerError when no block is available."""
+        (new,) = self.grow(rid, 1)
+        table = self._held[rid]
+        table.pop()
+        shared, table[index] = table[index], new
+        self._let_go(shared)
+        return shared, new
+
     def idle_among(self, blocks: Sequence[int]) -> int:
         """How many of these nobody holds: sharing them makes them unavailable."""
         return sum(self._references[block] == 0 for block in blocks)

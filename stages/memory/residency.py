@@ -6,14 +6,24 @@ No torch, no zmq, no clock. The decode stage calls it once a turn in this order:
     step()    give every decoding request the block for its next token, making room if need be
     chunk()   cut the next prefill chunk
 
-and reports back with chunk_done, stepped, swapped_out, swapped_in and end.
+and reports back with chunk_done, fork, stepped, swapped_out, swapped_in and end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepinfer.stages.memory.entries import IN_TRANSFER, RUNNING, Chunk, Entry, Moves, ResidencyConfig, State, Step
+from deepinfer.stages.memory.entries import (
+    IN_TRANSFER,
+    RUNNING,
+    Chunk,
+    Entry,
+    Moves,
+    OwnCopy,
+    ResidencyConfig,
+    State,
+    Step,
+)
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
 
@@ -28,6 +38,8 @@ class Residency:
         self.entries: dict[int, Entry] = {}
         self.swap = config.swap
         """Whether victims move to the host. See `stop_swapping`."""
+        self._followers: dict[int, list[Entry]] = {}
+        """Forks that wait for the prompt of this request."""
         self._arrivals = 0
         self._turn = 0
         self._claimant: int | None = None
@@ -35,13 +47,30 @@ class Residency:
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
-    def submit(self, rid: int, length: int, total: int, priority: int = 0, keys: Sequence[bytes] = ()) -> None:
+    def submit(
+        self,
+        rid: int,
+        length: int,
+        total: int,
+        priority: int = 0,
+        keys: Sequence[bytes] = (),
+        leader: int | None = None,
+    ) -> None:
         """`length` tokens are known; at most `total` will be stored. `fits_alone(total)` must hold. `keys` are those of
-        the full blocks among the known tokens."""
+        the full blocks among the known tokens. `leader` has the same known tokens and has not begun: this one is its
+        fork."""
         self._arrivals += 1
-        self.entries[rid] = Entry(
-            rid=rid, arrival=self._arrivals, length=length, total=total, priority=priority, keys=list(keys)
+        entry = self.entries[rid] = Entry(
+            rid=rid,
+            arrival=self._arrivals,
+            length=length,
+            total=total,
+            priority=priority,
+            leader=leader,
+            keys=list(keys),
         )
+        if leader is not None:
+            self._followers.setdefault(leader, []).append(entry)
 
     def fits_alone(self, total: int) -> bool:
         return blocks_for(total, self.block_size) <= self.ledger.num_blocks
@@ -67,6 +96,18 @@ class Residency:
     def _forget(self, entry: Entry) -> None:
         self.ledger.release(entry.rid)
         del self.entries[entry.rid]
+        if entry.leader is not None:
+            self._followers[entry.leader].remove(entry)
+        for follower in self._followers.pop(entry.rid, []):
+            self._dismiss(follower)
+
+    def _dismiss(self, follower: Entry) -> bool:
+        """A fork has nothing more to wait for: unless it has ended, it is a request like any other from now on."""
+        follower.leader = None
+        follower.busy = False
+        if follower.ended:
+            self._forget(follower)
+        return not follower.ended
 
     # --- one turn ---------------------------------------------------------------------------------------------
 
@@ -77,14 +118,15 @@ class Residency:
         outside = sorted(self._outside(), key=self._queue_order)
         if not outside:
             return moves
-        residents = self.ledger.holders - sum(self.ledger.held(e.rid) > 0 for e in self._in_state(State.SWAPPED))
+        residents = self._residents() + self._expected_forks()
         growth = self._growth_demand()
         for entry in outside:
-            if residents >= self.config.max_running:
+            places = min(1 + len(self._followers.get(entry.rid, ())), self.config.max_running)
+            if residents + places > self.config.max_running:
                 break
             if self._cost(entry) <= self._room(entry, growth, residents):
                 self._bring_in(entry, moves)
-                residents += 1
+                residents += places
                 continue
             self._make_room(entry, self._room(entry, growth, residents), moves)
             break
@@ -94,11 +136,14 @@ class Residency:
         """Blocks for the next token of every decoding request, the most senior first."""
         rows: list[int] = []
         stalled: list[Entry] = []
+        copies: list[OwnCopy] = []
         moves = Moves([], [], [], [], [])
         for entry in sorted(self._in_state(State.DECODE), key=lambda e: e.seniority):
             short = self._growth(entry)
             if short <= self.ledger.available:
-                if short > 0:
+                if self._shares_next(entry):
+                    copies.append(OwnCopy(entry.rid, *self.ledger.unshare(entry.rid, entry.cached // self.block_size)))
+                elif short > 0:
                     self.ledger.grow(entry.rid, short)
                 rows.append(entry.rid)
                 entry.last_active = self._turn
@@ -107,7 +152,7 @@ class Residency:
         if stalled:
             self._relieve(stalled, bool(rows), moves)
         # A victim may have had its turn coming: what moves out must not be written to in this step.
-        return Step([rid for rid in rows if self.entries[rid].state is State.DECODE], moves)
+        return Step([rid for rid in rows if self.entries[rid].state is State.DECODE], moves, copies)
 
     def chunk(self) -> list[Chunk]:
         """The next prefill chunk, several requests packed into at most `prefill_chunk_tokens`; they are busy until
@@ -121,8 +166,17 @@ class Residency:
             budget -= count
             entry.busy = True
             entry.last_active = self._turn
-            chunks.append(Chunk(entry.rid, entry.cached, count, entry.cached + count == entry.target))
+            last = entry.cached + count == entry.target
+            chunks.append(Chunk(entry.rid, entry.cached, count, last, self._forks_to_sample(entry) if last else ()))
         return chunks
+
+    def _forks_to_sample(self, leader: Entry) -> tuple[int, ...]:
+        """Forks for which there is a place among those that run; the others will have to wait as everybody does."""
+        places = max(0, self.config.max_running - self._residents())
+        forks = self._followers.get(leader.rid, [])[:places]
+        for fork in forks:
+            fork.busy = True
+        return tuple(fork.rid for fork in forks)
 
     # --- what happened ----------------------------------------------------------------------------------------
 
@@ -138,6 +192,25 @@ class Residency:
             entry.state = State.DECODE
             self._yield(entry)
         return True
+
+    def fork(self, rid: int) -> list[int]:
+        """The prompt of `rid` is complete, its filled blocks are registered, and first tokens were sampled from it. Its
+        forks go on from the same blocks. Returns those for which that is so; others have ended or wait as newcomers."""
+        leader = self.entries[rid]
+        stored = self.ledger.blocks(rid)[: blocks_for(leader.cached, self.block_size)]
+        begun = []
+        for fork in self._followers.pop(rid, []):
+            sampled = fork.busy
+            if not self._dismiss(fork) or not sampled:
+                continue
+            self.ledger.share(fork.rid, stored)
+            fork.state = State.DECODE
+            fork.cached = fork.target = leader.cached
+            fork.registered = leader.registered
+            fork.last_active = self._turn
+            self._yield(fork)
+            begun.append(fork.rid)
+        return begun
 
     def stepped(self, rid: int) -> None:
         entry = self.entries[rid]
@@ -214,7 +287,15 @@ class Residency:
         return [entry for entry in self.entries.values() if entry.state in states and not entry.ended]
 
     def _outside(self) -> list[Entry]:
-        return self._in_state(State.SWAPPED, State.WAITING)
+        return [entry for entry in self._in_state(State.SWAPPED, State.WAITING) if entry.leader is None]
+
+    def _residents(self) -> int:
+        """Requests that hold blocks and are not parked."""
+        return self.ledger.holders - sum(self.ledger.held(e.rid) > 0 for e in self._in_state(State.SWAPPED))
+
+    def _expected_forks(self) -> int:
+        """They will hold blocks as soon as a prompt that is being computed is stored."""
+        return sum(len(forks) for rid, forks in self._followers.items() if self.ledger.held(rid))
 
     def _queue_order(self, entry: Entry) -> tuple[bool, int, bool, int]:
         """The claimant, then by priority; parked ones before newcomers; then by arrival."""
@@ -251,8 +332,14 @@ class Residency:
         return sum(self._growth(entry) for entry in self._in_state(State.DECODE))
 
     def _growth(self, entry: Entry) -> int:
-        """Blocks that a decoding request lacks for its next token."""
+        """Blocks that a decoding request lacks for its next token: a further one, or its own copy of the last one."""
+        if self._shares_next(entry):
+            return 1
         return max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid))
+
+    def _shares_next(self, entry: Entry) -> bool:
+        """Whether forks share the block that its next token belongs in. Full blocks are never written to."""
+        return self.ledger.is_shared(entry.rid, entry.cached // self.block_size)
 
     def _bring_in(self, entry: Entry, moves: Moves) -> None:
         known = self._known_blocks(entry)
@@ -322,9 +409,11 @@ class Residency:
         """Blocks that swaps under way will free."""
         return sum(
             self.ledger.exclusive(entry.rid) if entry.ended or self._leaves_wholly(entry) else len(entry.leaving)
-            for entry in self.entries.values()
-            if entry.ended or entry.state is State.SWAPPING_OUT
+            for entry in self._leaving()
         )
+
+    def _leaving(self) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.ended or entry.state is State.SWAPPING_OUT]
 
     def _victims(self, wanting: Entry, forced: bool = False) -> list[Entry]:
         """Who may be moved out for `wanting`, the best victim first: the lowest priority, then as `config.victims`
@@ -349,7 +438,7 @@ class Residency:
     def _relieve(self, stalled: list[Entry], others_run: bool, moves: Moves) -> None:
         """Find blocks for requests that cannot take their next token, for the most senior one first."""
         senior = stalled[0]
-        if self._arriving_blocks():
+        if self._leaving():  # Even one that shares all its blocks: then the others have them for themselves.
             return
         short = sum(self._growth(entry) for entry in stalled) - self.ledger.available
         nothing_moves = not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN)

@@ -60,6 +60,28 @@ def test_the_golden_events_of_a_stream_make_a_completion():
     assert completion.preemptions == 1
 
 
+def test_the_golden_events_of_several_choices_make_as_many_answers():
+    state = StreamState(streaming=True)
+    for name in ("accepted with several choices", "token of a choice", "preempted choice", "resumed choice"):
+        event = feed(state, name)
+        assert getattr(event, "choice", 1) == 1
+    assert (state.text, state.may_be_quiet) == ("", False)
+    done = feed(state, "done with several choices")
+    completion = state.completion()
+    assert done.choices == completion.choices
+    assert [(c.text, c.ids, c.seed, c.stop) for c in completion.choices] == [
+        ("", (), 42, "\n\n"),
+        ("é", (5, 300), 43, None),
+    ]
+    assert (completion.text, completion.finish_reason, completion.stop) == ("", "stop", "\n\n")
+    assert completion.usage["completion_tokens"] == 4
+
+    state = StreamState(streaming=False)
+    feed(state, "done with several choices that do not stream")
+    assert [(c.text, c.ids, c.seed) for c in state.completion().choices] == [("xy", (5, 9), 42), ("xz", (5, 10), 43)]
+    assert [len(c.logprobs) for c in state.completion().choices] == [1, 0]
+
+
 def test_a_golden_refusal_becomes_an_exception_with_all_its_parts():
     with pytest.raises(DeepInferError) as raised:
         feed(StreamState(streaming=True), "error that refuses a request")

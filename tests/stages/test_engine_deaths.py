@@ -11,6 +11,7 @@ import time
 import zlib
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -69,7 +70,12 @@ class FakeEngine:
     computes a token that kills."""
 
     def __init__(
-        self, context: zmq.Context, where: EngineAddresses, dice: random.Random, kills: dict[bytes, int], mid: bool
+        self,
+        context: zmq.Context,
+        where: EngineAddresses,
+        dice: random.Random,
+        kills: dict[bytes | int, int],
+        mid: bool,
     ) -> None:
         self.inbox = context.socket(zmq.PULL)
         self.inbox.bind(where.decode)
@@ -96,7 +102,7 @@ class FakeEngine:
         self._die(risk, [])
         batch = self.dice.sample(sorted(self.requests), min(3, len(self.requests)))
         self._wake(batch)
-        if any(self.kills.get(self.requests[rid].prompt) == len(self.generated[rid]) for rid in batch):
+        if any(self._deadly(rid) == len(self.generated[rid]) for rid in batch):
             raise Died(batch)
         self._die(risk if self.mid else 0.0, batch)
         items = []
@@ -119,20 +125,29 @@ class FakeEngine:
         while self.inbox.poll(1 if not self.requests else 0):
             message = messages.decode(self.inbox.recv())
             if isinstance(message, Submit):
-                assert message.rid not in self.requests, "submitted twice to one engine"
-                ids = memoryview(message.generated).cast("i").tolist()
-                assert ids == [token_at(message.prompt, index) for index in range(len(ids))]
-                self.requests[message.rid] = message
-                self.generated[message.rid] = ids
-                if message.clock is not None and message.clock.parked:
-                    self.parked.add(message.rid)
-                if len(ids) == message.params.max_new_tokens:
-                    self._finish(message.rid, "length")
+                self._enter(message)
+                for fork in message.forks:
+                    self._enter(msgspec.structs.replace(message, rid=fork.rid, clock=fork.clock))
             elif isinstance(message, Cancel) and message.rid in self.requests:
                 self._finish(message.rid, message.reason)
             elif isinstance(message, Drain):
                 self.stopped = True
                 self.send(EngineStopped())
+
+    def _deadly(self, rid: int) -> int | None:
+        """The place of the token of `rid` that kills."""
+        return self.kills.get(rid, self.kills.get(self.requests[rid].prompt))
+
+    def _enter(self, message: Submit) -> None:
+        assert message.rid not in self.requests, "submitted twice to one engine"
+        ids = memoryview(message.generated).cast("i").tolist()
+        assert ids == [token_at(message.prompt, index) for index in range(len(ids))]
+        self.requests[message.rid] = message
+        self.generated[message.rid] = ids
+        if message.clock is not None and message.clock.parked:
+            self.parked.add(message.rid)
+        if len(ids) == message.params.max_new_tokens:
+            self._finish(message.rid, "length")
 
     def _wake(self, batch: list[int]) -> None:
         for rid in batch:
@@ -153,7 +168,7 @@ class FakeEngine:
 class World:
     """Admission, one client connection, the engine of the day, and the supervisor that replaces it."""
 
-    def __init__(self, tokenizer: Any, seed: int, kills: dict[bytes, int], mid: bool = False) -> None:
+    def __init__(self, tokenizer: Any, seed: int, kills: dict[bytes | int, int], mid: bool = False) -> None:
         self.dice = random.Random(seed)
         self.mid = mid
         self.struck: dict[int, int] = {}
@@ -184,10 +199,10 @@ class World:
             assert time.monotonic() < give_up
             time.sleep(0.001)
 
-    def ask(self, number: int, prompt: list[int], new: int) -> None:
+    def ask(self, number: int, prompt: list[int], new: int, n: int = 1) -> None:
         self.streams[number] = StreamState(True)
         self.events[number] = []
-        fields = {"max_new_tokens": new, "ignore_eos": True}
+        fields = {"max_new_tokens": new, "ignore_eos": True, "n": n}
         self.client.send_multipart(pack_request("generate", number, fields, prompt))
 
     def cancel(self, number: int) -> None:
@@ -301,11 +316,38 @@ def test_streams_say_the_same_whatever_engines_die_of_and_only_killers_are_ended
         assert world.deaths <= 3 * len(killers)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_several_choices_go_on_after_every_death_and_one_that_kills_ends_its_whole_request(tokenizer, seed):
+    dice = random.Random(seed)
+    prompts = [[1 + number, dice.randrange(1, 257)] for number in range(6)]
+    raw = [b"".join(token.to_bytes(4, "little") for token in prompt) for prompt in prompts]
+    killers = [2] if seed % 2 else []
+    world = World(tokenizer, seed, {6: 3} if killers else {})  # Its last choice: the engine's requests are 4, 5 and 6.
+    try:
+        for number, prompt in enumerate(prompts):
+            world.ask(number, prompt, 12, n=1 + number % 3)
+            world.turn(0.05)
+        world.run(0.0 if killers else 0.05)
+        for number, stream in world.streams.items():
+            if number in killers:
+                assert world.events[number][-1] == "engine_killer"
+                continue
+            answers = stream.completion().choices
+            assert [list(answer.ids) for answer in answers] == [
+                [token_at(raw[number], index) for index in range(12)] for _ in range(1 + number % 3)
+            ]
+        world.wait(lambda: world.board.front["live"] == 0)
+        assert world.admission._by_choice == {}
+    finally:
+        world.close()
+    assert world.deaths > 0 or not killers
+
+
 def test_a_request_whose_end_was_lost_with_the_engine_ends_without_another_token(tokenizer):
     world = World(tokenizer, 1, {})
     try:
         world.ask(0, [5], 3)
-        while world.events[0].count("token") == 0 or len(world.streams[0]._ids) < 3:
+        while world.events[0].count("token") == 0 or len(world.streams[0].text) < 3:
             world.engine._read()
             for rid, submit in world.engine.requests.items():
                 items = [TokenItem(rid, token_at(submit.prompt, index), index) for index in range(3)]

@@ -11,7 +11,7 @@ import pytest
 
 from deepinfer.stages.clock import Timings
 from deepinfer.stages.protocol import Generate, Limits, ProtocolError, decode_request
-from deepinfer.stages.protocol_events import StreamEncoder, TokenLogprob, encode_error, encode_reply
+from deepinfer.stages.protocol_events import ChoiceEnd, StreamEncoder, TokenLogprob, encode_error, encode_reply
 
 GOLDEN = Path(__file__).parent.parent / "clients" / "golden"
 REQUESTS = json.loads((GOLDEN / "requests.json").read_text(encoding="utf-8"))
@@ -27,7 +27,10 @@ def at(seq: int) -> StreamEncoder:
 
 
 def written() -> dict[str, bytes]:
-    counts = {"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": 2, "timings": TIMINGS}
+    counts = {"prompt_tokens": 3, "cached_tokens": 2}
+    end = ChoiceEnd(finish_reason="stop", completion_tokens=2, timings=TIMINGS, seed=42, stop="\n\n")
+    whole = msgspec.structs.replace(end, finish_reason="length", stop=None, text="xy", ids=[5, 9], logprobs=LOGPROBS)
+    other = msgspec.structs.replace(whole, seed=43, text="xz", ids=[5, 10], logprobs=None)
     refused = ProtocolError(
         "out_of_range",
         "temperature = 99: out of range; allowed: a finite number from 0 to 10",
@@ -44,10 +47,14 @@ def written() -> dict[str, bytes]:
         "token without ids": at(3).token("tail", [], 2),
         "preempted": at(2).preempted(),
         "resumed": at(3).resumed(),
-        "done": at(4).done("stop", **counts, stop="\n\n"),
-        "done of a request that does not stream": at(0).done(
-            "length", **counts, text="xy", ids=[5, 9], logprobs=LOGPROBS, model="m", seed=42
-        ),
+        "done": at(4).done([end], **counts),
+        "done of a request that does not stream": at(0).done([whole], **counts, model="m"),
+        "accepted with several choices": at(0).accepted(prompt_tokens=3, model="m", seed=42, max_new_tokens=16, n=2),
+        "token of a choice": at(1).token("é", [5, 300], 0, choice=1),
+        "preempted choice": at(2).preempted(choice=1),
+        "resumed choice": at(3).resumed(choice=1),
+        "done with several choices": at(4).done([end, msgspec.structs.replace(end, seed=43, stop=None)], **counts),
+        "done with several choices that do not stream": at(0).done([whole, other], **counts, model="m"),
         "error that refuses a request": encode_error(refused),
         "error that refuses a request without a readable id": encode_error(
             ProtocolError("malformed", "a request is one msgpack map")

@@ -63,7 +63,7 @@ anything = st.recursive(
 FIELDS = [
     *("v", "op", "id", "prompt", "prompt_ids", "messages", "model", "max_new_tokens", "min_new_tokens"),
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
+    *("frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
     *("stream", "priority", "deadline_ms", "add_special_tokens"),
 ]
 

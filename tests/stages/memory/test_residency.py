@@ -48,19 +48,21 @@ class Simulation:
         self.content: dict[int, bytes] = {}
         self.swaps = 0
         self.refusals = self.recomputed = 0
-        self.in_part = 0
+        self.in_part = self.shared_copies = 0
         self.residencies: dict[int, int] = {}
         self.max_parks_seen = 0
 
     def keys(self, rid: int, length: int) -> list[bytes]:
         return chain_keys(root_key("test"), self.tokens[rid][:length], BLOCK)
 
-    def submit(self, rid: int, prompt: int, new: int, priority: int = 0, family: int = 0) -> None:
+    def submit(
+        self, rid: int, prompt: int, new: int, priority: int = 0, family: int = 0, leader: int | None = None
+    ) -> None:
         common = np.random.default_rng(family).integers(0, 9, 1000)
         self.tokens[rid] = np.concatenate([common[:prompt], np.full(new, 100 + rid)]).astype(np.int32)
         self.wanted[rid] = new
         self.produced[rid] = 0
-        self.policy.submit(rid, prompt, prompt + new - 1, priority, self.keys(rid, prompt))
+        self.policy.submit(rid, prompt, prompt + new - 1, priority, self.keys(rid, prompt), leader)
 
     def cancel(self, rid: int) -> None:
         state = self.policy.end(rid)
@@ -83,6 +85,9 @@ class Simulation:
             assert not parked, "no running request is moved for one that comes back"
         self._moves(moves)
         step = self.policy.step()
+        for copy in step.copies:
+            self.memory[copy.destination] = self.memory[copy.source]
+        self.shared_copies += len(step.copies)
         self._moves(step.moves)
         for rid in step.rows:
             entry = self.policy.entries[rid]
@@ -184,7 +189,12 @@ class Simulation:
             if alive:
                 self._register(chunk.rid)
             if alive and chunk.last:
-                self._produce(chunk.rid)
+                begun = self.policy.fork(chunk.rid)
+                assert set(begun) <= set(chunk.forks)
+                for rid in begun:
+                    self._note_return(rid)
+                for rid in (chunk.rid, *begun):
+                    self._produce(rid)
 
     def _register(self, rid: int) -> None:
         """Every block of the table must hold this request's own tokens, whoever computed them."""
