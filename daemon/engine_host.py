@@ -151,7 +151,7 @@ class EngineHost:
         config, model_config = self.config, self.model.config
         valid = min(vocabulary.num_valid_tokens, model_config.vocab_size)
         eos = frozenset(model_config.eos_token_ids) | frozenset(vocabulary.eos_token_ids)
-        sampler = Sampler(model_config.vocab_size, valid, eos)
+        sampler = Sampler(model_config.vocab_size, valid, eos, self.ops.argmax)
         record = record if record is not None else FlightRecord()
         runner = ModelRunner(self.executor, sampler, self.lanes.decode, record.decode)
         prefill_runner = ModelRunner(self.prefill_executor, sampler, self.lanes.prefill, record.prefill)

@@ -36,6 +36,12 @@ class Ops(Protocol):
     capture: Callable[[Callable[[], None]], Graph] | None
     """See `kernels.cuda.launcher.Backend.capture`. None without graphs."""
 
+    @property
+    def argmax(self) -> Callable[[Tensor, int], Tensor] | None:
+        """Of fp32 logits [R, vocab] and a number of valid ones: int32 [R], the lowest id among the highest valid ones;
+        -1 where one of them is NaN or +inf, or all are -inf. None where the host has the logits anyway."""
+        ...
+
     def new_stream(self, name: str) -> Stream: ...
 
     def synchronize(self) -> None:
@@ -97,6 +103,7 @@ class CpuOps:
     name = device = "cpu"
     fast_bf16: bool | None = None
     overlaps = False
+    argmax = None
     capture: Callable[[Callable[[], None]], Graph] | None = None
     new_stream = staticmethod(AtOnce)
 

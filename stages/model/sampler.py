@@ -7,7 +7,7 @@ recovery can change a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,15 +44,26 @@ class Sampled(NamedTuple):
     error: str = ""
 
 
-class Sampler:
-    """Chooses among the ids below `num_valid_tokens`; the padding of the vocabulary is never looked at."""
+Argmax = Callable[[torch.Tensor, int], torch.Tensor]
+"""See `kernels.ops.Ops.argmax`."""
 
-    def __init__(self, vocab_size: int, num_valid_tokens: int, eos_token_ids: Iterable[int]) -> None:
+
+class Sampler:
+    """Chooses among the ids below `num_valid_tokens`; the padding of the vocabulary is never looked at.
+
+    With `argmax`, rows that take the highest logit as it is are decided where the logits lie, and only their ids are
+    brought to the host. The result is the same.
+    """
+
+    def __init__(
+        self, vocab_size: int, num_valid_tokens: int, eos_token_ids: Iterable[int], argmax: Argmax | None = None
+    ) -> None:
         if not 0 < num_valid_tokens <= vocab_size:
             raise ValueError(f"num_valid_tokens is {num_valid_tokens}, must be from 1 to vocab_size = {vocab_size}")
         self.vocab_size = vocab_size
         self.num_valid_tokens = num_valid_tokens
         self.eos_token_ids = tuple(eos_token_ids)
+        self._argmax = argmax
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         """One `Sampled` for each row of `logits` (fp32 [R, vocab_size], left unchanged).
@@ -67,8 +78,22 @@ class Sampler:
             raise ValueError(
                 f"logits are {logits.dtype} {tuple(logits.shape)}, must be torch.float32 {(len(rows), self.vocab_size)}"
             )
-        valid = logits.detach()[:, : self.num_valid_tokens].cpu().numpy()
-        return [self._sample_row(values, row) for values, row in zip(valid, rows, strict=True)]
+        results = {place: Sampled(token) for place, token in self._highest(logits, rows).items()}
+        rest = [place for place in range(len(rows)) if place not in results]
+        chosen = logits if len(rest) == len(rows) else logits[rest]
+        valid = chosen.detach()[:, : self.num_valid_tokens].cpu().numpy()
+        for place, values in zip(rest, valid, strict=True):
+            results[place] = self._sample_row(values, rows[place])
+        return [results[place] for place in range(len(rows))]
+
+    def _highest(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> dict[int, int]:
+        """Token ids by place in `rows`, of those that take the highest logit as it is. Not of rows that are not finite:
+        somebody must look at them to say why."""
+        plain = [place for place, row in enumerate(rows) if _takes_the_highest(row)]
+        if self._argmax is None or not plain:
+            return {}
+        ids = self._argmax(logits, self.num_valid_tokens).tolist()
+        return {place: ids[place] for place in plain if ids[place] != NO_TOKEN}
 
     def _sample_row(self, raw: np.ndarray, row: SampleRow) -> Sampled:
         peak = raw[raw.argmax()]
@@ -93,6 +118,11 @@ class Sampler:
         if params.temperature == 0.0:
             return best
         return draw(logits, logits[best], params, uniform(params.seed, row.index))
+
+
+def _takes_the_highest(row: SampleRow) -> bool:
+    params = row.params
+    return params.temperature == 0.0 and params.logprobs is None and not needs_edit(params, row.index)
 
 
 def _with_logprobs(raw: np.ndarray, peak: np.floating, token_id: int, count: int) -> Sampled:

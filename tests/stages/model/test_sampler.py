@@ -252,3 +252,69 @@ def test_logits_of_another_shape_or_dtype_are_refused():
             sampler.sample(logits, [row()])
     with pytest.raises(ValueError, match="num_valid_tokens is 9, must be from 1 to vocab_size = 8"):
         Sampler(8, 9, ())
+
+
+# --- rows that are decided where the logits lie ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernel_argmax():
+    from deepinfer.kernels.devices import open_device
+
+    return open_device("host-emulation").argmax
+
+
+def hard_logits(seed) -> torch.Tensor:
+    """Few values, so that the highest is there many times; rows with NaN, +inf, -inf, and nothing but -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-3, 4, (7, 1500), generator=generator).float()
+    for row, value in ((1, math.nan), (3, math.inf), (5, -math.inf)):
+        logits[row, int(torch.randint(1400, (1,), generator=generator))] = value
+    logits[6] = -math.inf
+    return logits
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_step_with_the_argmax_kernel_gives_what_the_sampler_gives_without_it(kernel_argmax, seed):
+    logits, rows = hard_logits(seed), [row(temperature=0.0), *mixed_rows()][:7]
+    rows = rows[seed:] + rows[:seed]
+    plain, asked = Sampler(1500, 1480, (2,)), []
+
+    def argmax(*args):
+        asked.append(args)
+        return kernel_argmax(*args)
+
+    assert Sampler(1500, 1480, (2,), argmax).sample(logits, rows) == plain.sample(logits, rows)
+    assert asked
+    greedy = [row(temperature=0.0, index=index) for index in range(7)]
+    assert Sampler(1500, 1480, (2,), argmax).sample(logits, greedy) == plain.sample(logits, greedy)
+
+
+def test_greedy_rows_are_not_looked_at_on_the_host_and_an_argmax_of_another_rule_shows(monkeypatch):
+    logits, rows = hard_logits(0), [row(temperature=0.0)] * 7
+    looked_at, sample_row = [], Sampler._sample_row
+
+    def noted(self, raw, sample):
+        looked_at.append(raw)
+        return sample_row(self, raw, sample)
+
+    monkeypatch.setattr(Sampler, "_sample_row", noted)
+
+    def highest_id_of_equals(values, num_valid):
+        valid = values[:, :num_valid].nan_to_num(math.inf, math.inf, -math.inf)
+        last = num_valid - 1 - valid.flip(1).argmax(dim=1)
+        return torch.where(valid.amax(dim=1).isfinite(), last, -1).int()
+
+    got = Sampler(1500, 1480, (), highest_id_of_equals).sample(logits, rows)
+    assert len(looked_at) == 3
+    assert got != Sampler(1500, 1480, ()).sample(logits, rows)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1.0}, {"logprobs": 0}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.2}]
+)
+def test_what_needs_the_logits_is_not_left_to_the_argmax(params):
+    def argmax(*_):
+        raise AssertionError("not for this row")
+
+    Sampler(1500, 1480, (2,), argmax).sample(hard_logits(0)[:1], [row(**{"temperature": 0.0, **params}, prompt=[3])])
