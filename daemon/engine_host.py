@@ -97,7 +97,7 @@ class EngineHost:
         tables = self.model.rope_tables(self.max_context)
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         self.executor = Executor(self.model, self.attention, self._graphs())
-        self.prefill_executor = Executor(self.model, self.attention)
+        self.prefill_executor = Executor(self.model, self.attention, kept_rows=0)
         self._reserve(self.plan.activations + self.plan.scratch + self.plan.graphs)
         self.ops.synchronize()
         self.lanes = Lanes(self.ops, self.compute)

@@ -18,7 +18,7 @@ from deepinfer.daemon.planner import (
     mib,
     plan_memory,
     pool_limit,
-    rows_of_a_pass,
+    rows_at_once,
 )
 from deepinfer.daemon.target import Target, described
 from deepinfer.stages.model import open_checkpoint, resolve_model
@@ -87,7 +87,7 @@ def _print(config: EngineConfig, plan: MemoryPlan, demand: Demand, capacities: l
         ("model", f"{config.model}, computed in {demand.dtype}"),
         ("device", f"{target.name}, {mib(target.free)} free"),
         ("weights", mib(plan.weights)),
-        ("activations", f"{mib(plan.activations)} (passes of up to {rows_of_a_pass(config)} rows)"),
+        ("activations", f"{mib(plan.activations)} ({rows_at_once(config, target)} rows at once)"),
         ("scratch", f"{mib(plan.scratch)} (attention, RoPE tables)"),
         ("captured steps", mib(plan.graphs)),
         (

@@ -126,15 +126,17 @@ def _margin(target: Target) -> int:
     return max(MARGIN_BYTES, int(MARGIN_SHARE * target.total)) if target.gpu else 0
 
 
-def rows_of_a_pass(config: EngineConfig) -> int:
-    """At most: a prefill chunk, or one row of every running request."""
-    return max(config.prefill_chunk_tokens, config.max_running)
+def rows_at_once(config: EngineConfig, target: Target) -> int:
+    """At most: a prefill chunk, or one row of every running request; on CUDA both, side by side. Each running request
+    samples in one of the two."""
+    chunk, step = config.prefill_chunk_tokens, config.max_running
+    return chunk + step if target.cuda_kernels else max(chunk, step)
 
 
 def without_pool(config: EngineConfig, demand: Demand, target: Target, context: int) -> MemoryPlan:
     """Everything but the pool."""
     item = ITEM_BYTES[demand.dtype]
-    rows = rows_of_a_pass(config)
+    rows = rows_at_once(config, target)
     captured = target.cuda_kernels and config.cuda_graphs
     swaps = config.cpu_offload and config.preemption != "recompute"
     return MemoryPlan(

@@ -10,6 +10,8 @@ from deepinfer.kernels.attention import AttentionBatch, PagedAttention
 from deepinfer.stages.model.model import Model
 from deepinfer.stages.model.step_graphs import StepGraphs
 
+KEPT_ROWS = 64
+
 
 class ForwardBatch(NamedTuple):
     token_ids: torch.Tensor
@@ -29,11 +31,14 @@ class _Buffers(NamedTuple):
 class Executor:
     """The residual stream is float32; everything else is in the model's compute dtype.
 
-    With `graphs`, decode steps are captured and replayed; everything else is computed as it comes.
+    With `graphs`, decode steps are captured and replayed; everything else is computed as it comes. Buffers for up to
+    `kept_rows` rows are kept from one pass to the next.
     """
 
-    def __init__(self, model: Model, attention: PagedAttention, graphs: StepGraphs | None = None):
-        self._model, self.attention, self.graphs = model, attention, graphs
+    def __init__(
+        self, model: Model, attention: PagedAttention, graphs: StepGraphs | None = None, kept_rows: int = KEPT_ROWS
+    ):
+        self._model, self.attention, self.graphs, self._kept_rows = model, attention, graphs, kept_rows
         self._buffers: dict[int, _Buffers] = {}
         self.progress = 0
         """Layers that have begun: moves also within a long prefill chunk."""
@@ -91,6 +96,6 @@ class Executor:
         config, dtype, device = self._model.config, self._model.torch_dtype, self._model.ops.device
         widths = config.hidden_size, config.q_size, config.intermediate_size
         made = _Buffers(*(torch.empty(rows, width, dtype=dtype, device=device) for width in widths))
-        if rows <= 64:
+        if rows <= self._kept_rows:
             self._buffers[rows] = made
         return made

@@ -5,10 +5,9 @@ from __future__ import annotations
 from deepinfer.kernels.cuda.decode_plan import workspace_bytes
 from deepinfer.kernels.cuda.linear import WORKSPACE_BYTES
 from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.executor import KEPT_ROWS
 from deepinfer.stages.model.step_graphs import SMALLEST_CONTEXT, doublings
 
-KEPT_ROWS = 64
-"""The executor keeps its buffers for row counts up to this; see `Executor._buffers_for`."""
 LIBRARY_BYTES = 32 << 20
 """What the matmul library of a GPU takes for itself: cuBLAS 8 MiB, from sm_90 on 32."""
 
