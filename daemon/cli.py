@@ -131,6 +131,17 @@ def status(where: Any, as_json: bool) -> None:
 
 @main.command()
 @runtime_option
+@click.option("--once", is_flag=True, help="Print one frame and end.")
+def top(runtime_dir: Path | None, once: bool) -> None:
+    """Watch a running daemon: requests, blocks, host memory, tokens per second. Ctrl-C ends it."""
+    from deepinfer.daemon.top import show_top
+
+    with folder_errors():
+        sys.exit(show_top(_folder(runtime_dir), once))
+
+
+@main.command()
+@runtime_option
 @click.option("--now", is_flag=True, help="Cut running requests instead of letting them finish.")
 def stop(runtime_dir: Path | None, now: bool) -> None:
     """Stop a running daemon and wait until it is gone."""

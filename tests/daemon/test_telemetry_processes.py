@@ -14,9 +14,9 @@ from pathlib import Path
 import msgpack
 import pytest
 import zmq
-from daemon_process import nothing_left, running
+from daemon_process import nothing_left, run_cli, running
 
-from deepinfer.clients import Client
+from deepinfer.clients import Client, Token
 
 EXAMPLE = Path(__file__).parent.parent.parent / "clients" / "examples" / "metrics_subscriber.py"
 SECRET = "Sesame, open yourself"
@@ -123,3 +123,25 @@ def test_the_control_socket_answers_metrics_while_everything_else_is_busy(daemon
         assert statistics.median(seconds) < ANSWER_SECONDS
         for stream in streams:
             assert stream.result().usage["completion_tokens"] == 150
+
+
+def test_top_once_prints_one_frame_of_what_goes_on(daemon):
+    with Client(daemon.folder / "daemon.json") as client:
+        streams = [client.generate(SECRET, max_new_tokens=480, ignore_eos=True) for _ in range(4)]
+        next(event for event in streams[0] if isinstance(event, Token))
+        shown = daemon.cli("top", "--once")
+        for stream in streams:
+            stream.result()
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("ready")
+    assert "of 512 in use" in shown.stdout
+    assert "tokens/s" in shown.stdout
+    assert "GB/s of weights" in shown.stdout or "no decode step" in shown.stdout
+    assert "#0 ready" in shown.stdout
+    assert SECRET not in shown.stdout
+
+
+def test_top_without_a_daemon_says_so(folder):
+    ended = run_cli("top", runtime_dir=folder)
+    assert ended.returncode == 3
+    assert "no daemon is running" in ended.stdout

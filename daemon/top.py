@@ -1,0 +1,94 @@
+"""`deepinfer-daemon top`: a live view of a running daemon, as a subscriber like any other."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgpack
+import zmq
+from rich.live import Live
+
+from deepinfer.daemon.commands import EXIT_HUNG, EXIT_READY, NoDaemon, connection, control
+from deepinfer.daemon.display import wide_console
+from deepinfer.daemon.top_frame import EVENTS_SHOWN, frame
+from deepinfer.stages.board import FINAL
+
+PATIENCE_SECONDS = 5.0
+"""Besides the interval of snapshots, after which a daemon that says nothing is asked for."""
+
+
+class View:
+    """The frame to be shown after each message; None before there are two snapshots."""
+
+    def __init__(self, status: dict[str, Any]) -> None:
+        self._status = status
+        self._snapshots: deque[dict[str, Any]] = deque(maxlen=2)
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_SHOWN)
+
+    def take(self, topic: str, message: dict[str, Any]) -> None:
+        if topic == "metrics":
+            self._snapshots.append(message)
+            return
+        for event in message.get("events", [message]):
+            if not self._events or event["seq"] > self._events[-1]["seq"]:
+                self._events.append(event)
+
+    def frame(self) -> Any:
+        if len(self._snapshots) < 2:
+            return None
+        return frame(self._status, *self._snapshots, list(self._events))
+
+
+def messages(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Topic and message, as they come, until the daemon's last event. Raises NoDaemon when there is no daemon."""
+    endpoint = connection(folder)["metrics_endpoint"]
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+    for topic in ("metrics", "events", f"replay/{secrets.token_hex(8)}"):
+        socket.subscribe(topic)
+    patience = PATIENCE_SECONDS
+    try:
+        while True:
+            if not socket.poll(int(patience * 1000)):
+                connection(folder)
+                raise NoDaemon(f"the daemon in {folder} lives and publishes nothing", EXIT_HUNG)
+            topic, message = socket.recv_string(), msgpack.unpackb(socket.recv())
+            patience = message.get("interval_s", patience - PATIENCE_SECONDS) + PATIENCE_SECONDS
+            yield topic, message
+            if message.get("event") in FINAL:
+                return
+    finally:
+        socket.close()
+        context.term()
+
+
+def show_top(folder: Path, once: bool) -> int:
+    """Until Ctrl-C, or for one frame. Returns the exit code."""
+    console = wide_console()
+    try:
+        view = View(control(folder, "status"))
+        with contextlib.ExitStack() as stack:
+            live = None if once else stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
+            for topic, message in messages(folder):
+                view.take(topic, message)
+                shown = view.frame()
+                if shown is None or topic != "metrics":
+                    continue
+                if live is None:
+                    console.print(shown, highlight=False)
+                    return EXIT_READY
+                live.update(shown, refresh=True)
+    except NoDaemon as error:
+        click.echo(str(error))
+        return error.code
+    except KeyboardInterrupt:
+        pass
+    return EXIT_READY
