@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 PREFIX = "deepinfer_"
 BAR_CELLS = 30
 EVENTS_SHOWN = 5
+STILL_SECONDS = 2.0
+"""A stage that has stood still for less is only between two heartbeats."""
 STATES = ("waiting", "prefill", "decode", "swapping_out", "swapped", "swapping_in")
 Message = Mapping[str, Any]
 
@@ -23,9 +24,8 @@ def frame(status: Mapping[str, Any], before: Message, now: Message, events: Sequ
     rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     rows.add_column(style="dim")
     rows.add_column()
-    rows.add_column()
-    for name, *cells in _rows(Interval(before, now)):
-        rows.add_row(name, *cells)
+    for name, cell in _rows(Interval(before, now)):
+        rows.add_row(name, cell)
     return Group(_head(status, now), rows, *(_event_line(event) for event in events[-EVENTS_SHOWN:]))
 
 
@@ -62,27 +62,25 @@ def _head(status: Mapping[str, Any], now: Message) -> Text:
     return Text.assemble((now["phase"], style), what)
 
 
-def _rows(at: Interval) -> list[tuple[RenderableType, ...]]:
+def _rows(at: Interval) -> list[tuple[str, RenderableType]]:
     requests = at.value("requests", {})
-    counts = "  ".join(f"{requests.get(state, 0)} {state.replace('_', ' ')}" for state in STATES)
+    states = "  ".join(f"{requests.get(state, 0)} {state.replace('_', ' ')}" for state in STATES)
     total, free, cached = at.value("kv_blocks"), at.value("kv_blocks_free"), at.value("kv_blocks_cached")
     arena, budget = at.value("cpu_offload_bytes"), at.value("cpu_offload_budget_bytes")
+    generated, prompts = at.rate("generation_tokens_total"), at.rate("prompt_tokens_computed_total")
+    first, between = _seconds(at, "time_to_first_token"), _seconds(at, "inter_token_latency")
+    swaps = f"{at.value('requests_swapped_total'):,} out  {at.value('requests_resumed_total'):,} in"
     return [
-        ("requests", counts, ""),
-        ("clients", f"{at.value('live_requests')} live  {at.value('blocked_requests')} not reading", ""),
-        ("blocks", _bar(total - free, total), f"{total - free:,} of {total:,} in use, {cached:,} kept for reuse"),
-        ("host", _bar(arena, budget), f"{_mib(arena)} of {_mib(budget)}, {at.value('swapped_requests')} requests"),
-        ("tokens/s", f"{at.rate('generation_tokens_total'):,.1f} generated", _prompt_rate(at)),
-        ("read", _bandwidth(at), ""),
-        ("first token", _seconds(at.mean("time_to_first_token_seconds")), "mean since the snapshot before"),
-        ("next token", _seconds(at.mean("inter_token_latency_seconds")), "mean since the snapshot before"),
-        ("swaps", f"{at.value('requests_swapped_total'):,} out  {at.value('requests_resumed_total'):,} in", ""),
-        ("stages", _stages(at), f"{at.value('engine_deaths_total')} engines died"),
+        ("requests", states),
+        ("clients", f"{at.value('live_requests')} live requests  {at.value('blocked_requests')} not read"),
+        ("blocks", f"{_bar(total - free, total)} {total - free:,} of {total:,} in use, {cached:,} kept for reuse"),
+        ("host", f"{_bar(arena, budget)} {_mib(arena)} of {_mib(budget)}, {at.value('swapped_requests')} requests"),
+        ("tokens/s", f"{generated:,.1f} generated  {prompts:,.1f} of prompts"),
+        ("read", _bandwidth(at)),
+        ("latency", f"{first} to the first token  {between} between tokens"),
+        ("swaps", swaps),
+        ("stages", _stages(at)),
     ]
-
-
-def _prompt_rate(at: Interval) -> str:
-    return f"{at.rate('prompt_tokens_computed_total'):,.1f} of prompts"
 
 
 def _bandwidth(at: Interval) -> str:
@@ -101,24 +99,31 @@ def _stages(at: Interval) -> Text:
     if not still:
         return Text("not heard of yet", style="yellow")
     words = [
-        (f"{stage} ok  ", "green") if not s else (f"{stage} still {s:.0f} s  ", "red") for stage, s in still.items()
+        (f"{stage} ok  ", "green") if seconds < STILL_SECONDS else (f"{stage} stands for {seconds:.0f} s  ", "red")
+        for stage, seconds in still.items()
     ]
-    return Text.assemble(*words)
+    return Text.assemble(*words, f"{at.value('engine_deaths_total')} engines died")
 
 
-def _bar(part: float, whole: float) -> RenderableType:
-    return ProgressBar(total=max(whole, 1), completed=part, width=BAR_CELLS)
+def _bar(part: float, whole: float) -> str:
+    full = round(BAR_CELLS * part / whole) if whole else 0
+    return "█" * full + "░" * (BAR_CELLS - full)
 
 
 def _mib(count: float) -> str:
     return f"{count / (1 << 20):,.1f} MiB"
 
 
-def _seconds(value: float | None) -> str:
+def _seconds(at: Interval, histogram: str) -> str:
+    value = at.mean(f"{histogram}_seconds")
     return "-" if value is None else f"{value * 1000:,.1f} ms"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _event_line(event: Message) -> Text:
     fields = {name: value for name, value in event.items() if name not in ("v", "seq", "time", "instance", "event")}
-    words = "  ".join(f"{name} {value}" for name, value in fields.items() if value not in (None, 0))
+    words = "  ".join(f"{name} {_short(value)}" for name, value in fields.items() if value not in (None, 0))
     return Text.assemble((f"#{event['seq']} {event['event']}", "dim"), f"  {words}")

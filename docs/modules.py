@@ -37,10 +37,11 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    import metrics_table
-
-    metrics_table.write()
     page = ROOT / "docs" / "architecture.md"
     before, _, rest = page.read_text().partition("## Modules\n")
     _, _, after = rest.partition("\n## Where we left the design")
     page.write_text(f"{before}## Modules\n\n{table()}\n\n## Where we left the design{after}")
+
+    import metrics_table
+
+    metrics_table.write()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
+
+from deepinfer.daemon.metrics import SWAP_NAMES
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,3 +86,33 @@ def test_the_search_for_code_in_data_finds_it():
     ):
         assert data_that_could_run(source), source
     assert not data_that_could_run("model.eval()\nre.compile(x)\njson.load(file)")
+
+
+def test_the_table_of_metrics_is_that_of_the_registry_and_names_in_the_text_are_real():
+    """Write it anew with: python docs/modules.py"""
+    page, written = (ROOT / "docs" / "metrics.md").read_text(), load(ROOT / "docs" / "metrics_table.py")
+    assert written.table() in page
+    names = {written.name_of(family) for family in written.specimen().registry.collect()}
+    as_vllm = page.partition("`vllm:`: ")[2].partition("All others are ours")[0]
+    told = {f"deepinfer_{name}" for name in re.findall(r"`(\w+)`", as_vllm)}
+    assert len(told) > 15
+    assert told <= names
+    assert set(re.findall(r"`(deepinfer_\w+)`", page)) == names - SWAP_NAMES
+
+
+def test_every_metric_of_the_dashboard_exists():
+    board = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    families = load(ROOT / "docs" / "metrics_table.py").specimen().registry.collect()
+    samples = {sample.name for family in families for sample in family.samples}
+    words = {"rate", "sum", "by", "le", "histogram_quantile"}
+    shown = set()
+    for target in (target for panel in board["panels"] for target in panel["targets"]):
+        expression = target["expr"].replace("[$__rate_interval]", "")
+        shown |= set(re.findall(r"[a-z][a-z_0-9]+", expression)) - words
+    assert shown - samples == set()
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert SWAP_NAMES - shown <= {
+        "kv_cpu_offload_blocks_total",
+        "kv_cpu_reload_blocks_total",
+        "cpu_offload_enabled",
+    }

@@ -60,15 +60,16 @@ def test_a_frame_needs_two_snapshots_and_shows_rates_between_them():
     for words in (
         "ready  m  cpu  KV int8",
         "7 waiting  0 prefill  3 decode  0 swapping out  2 swapped  0 swapping in",
-        "12 live  1 not reading",
+        "12 live requests  1 not read",
         "54 of 64 in use, 4 kept for reuse",
         "3.0 MiB of 8.0 MiB, 2 requests",
         "25.0 generated",
         "500.0 of prompts",
         "4.00 GB/s of weights  1.00 GB/s of KV",
-        "25.0 ms",
+        "- to the first token  25.0 ms between tokens",
+        "█" * 25 + "░" * 5,
         "5 out  3 in",
-        "decode ok  offload still 4 s",
+        "decode ok  offload stands for 4 s",
         "1 engines died",
     ):
         assert words in shown, shown
