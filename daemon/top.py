@@ -42,7 +42,8 @@ class View:
     def frame(self) -> Any:
         if len(self._snapshots) < 2:
             return None
-        return frame(self._status, *self._snapshots, list(self._events))
+        before, now = self._snapshots
+        return frame(self._status, before, now, list(self._events))
 
 
 def messages(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
