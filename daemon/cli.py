@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from deepinfer.daemon.bench_swap_config import SwapBench
+from deepinfer.daemon.cli_common import EXIT_CONFIG, fail, folder_errors, folder_of, runtime_option, where_options
 from deepinfer.daemon.cli_keys import keys_group
+from deepinfer.daemon.cli_operate import dump, logs, reload
 from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.options import options_of
@@ -22,47 +22,6 @@ from deepinfer.daemon.runtime_folder import FolderError
 from deepinfer.daemon.setting import given
 from deepinfer.daemon.sources import gather
 from deepinfer.daemon.stress_config import StressConfig, engine_settings
-
-EXIT_CONFIG = 78
-
-runtime_option = click.option(
-    "--runtime-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="DEEPINFER_RUNTIME_DIR",
-    help="Private folder of sockets, lock and connection file. [default: below XDG_RUNTIME_DIR]",
-)
-
-
-def where_options(command: Callable) -> Callable:
-    """Which daemon: `where`, the runtime folder of one on this machine, or how to reach one elsewhere."""
-    for option in (
-        runtime_option,
-        click.option("--connect", metavar="ENDPOINT", help="A daemon elsewhere, such as tcp://10.0.0.2:5555."),
-        click.option("--server-key", help="Its public key."),
-        click.option("--key-file", type=click.Path(path_type=Path), help="Our own key pair, NAME.key_secret."),
-    ):
-        command = option(command)
-
-    @wraps(command)
-    def with_where(
-        runtime_dir: Path | None = None,
-        connect: str | None = None,
-        server_key: str | None = None,
-        key_file: Path | None = None,
-        **values: Any,
-    ) -> Any:
-        with folder_errors():
-            if connect is None:
-                return command(where=_folder(runtime_dir), **values)
-            from deepinfer.clients.discovery import locate
-            from deepinfer.clients.errors import DeepInferError
-
-            try:
-                return command(where=locate(connect, server_key, key_file), **values)
-            except DeepInferError as error:
-                _fail(str(error), EXIT_CONFIG)
-
-    return with_where
 
 
 @click.group(context_settings={"max_content_width": 110})
@@ -74,6 +33,8 @@ def main() -> None:
 main.add_command(config_group)
 main.add_command(plan_command)
 main.add_command(keys_group)
+for operation in (reload, logs, dump):
+    main.add_command(operation)
 
 
 @main.command()
@@ -86,47 +47,55 @@ def start(runtime_dir: Path | None, detach: bool, config_file: Path | None, **fl
 
     folder = runtime_path(runtime_dir)
     try:
-        config = gather(flags, config_file).config
+        read = partial(read_config, flags, config_file)
+        config = read()
         if detach:
             from deepinfer.daemon.detach import start_detached
 
             sys.exit(start_detached(flags, config_file, folder))
-        sys.exit(_run_front(config, folder))
+        sys.exit(_run_front(config, folder, read))
     except (ConfigError, FolderError) as error:
-        _fail(str(error), EXIT_CONFIG)
+        fail(str(error), EXIT_CONFIG)
 
 
-def _run_front(config: DaemonConfig, path: Path) -> int:
+def read_config(flags: dict[str, Any], config_file: Path | None) -> DaemonConfig:
+    return gather(flags, config_file).config
+
+
+def _run_front(config: DaemonConfig, path: Path, read: Callable[[], DaemonConfig]) -> int:
     from deepinfer.daemon.display import StartDisplay
     from deepinfer.daemon.front import Front
     from deepinfer.daemon.gate import curve_of
+    from deepinfer.daemon.log import configure_logging
     from deepinfer.daemon.runtime_folder import AlreadyRunning, RuntimeFolder
     from deepinfer.daemon.topology import two_processes
     from deepinfer.stages.admission import EndpointError
     from deepinfer.stages.model.errors import ModelError
 
     os.umask(0o077)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    configure_logging("front", config.log_level, config.log_format)
     topology = two_processes(path, config.endpoint)
     curve = curve_of(config)
     try:
         folder = RuntimeFolder(path)
-        return Front(config, folder, topology, StartDisplay(), curve).run()
+        return Front(config, folder, topology, StartDisplay(), curve, read).run()
     except AlreadyRunning as error:
-        _fail(str(error), 1)
+        fail(str(error), 1)
     except (ModelError, EndpointError) as error:
-        _fail(str(error), EXIT_CONFIG)
+        fail(str(error), EXIT_CONFIG)
 
 
 @main.command()
 @where_options
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
-def status(where: Any, as_json: bool) -> None:
-    """Show a running daemon. Exit code: 0 ready, 1 dead but files left, 3 not running, 4 hung."""
+@click.option(
+    "--wait", type=click.IntRange(0), metavar="SECONDS", help="First wait until it is ready, at most so long."
+)
+def status(where: Any, as_json: bool, wait: int | None) -> None:
+    """Show a running daemon. Exit code: 0 ready, 1 dead but files left, 3 not running or not ready yet, 4 hung."""
     from deepinfer.daemon.commands import show_status
 
-    sys.exit(show_status(where, as_json))
+    sys.exit(show_status(where, as_json, wait))
 
 
 @main.command()
@@ -143,12 +112,15 @@ def top(runtime_dir: Path | None, once: bool) -> None:
 @main.command()
 @runtime_option
 @click.option("--now", is_flag=True, help="Cut running requests instead of letting them finish.")
-def stop(runtime_dir: Path | None, now: bool) -> None:
+@click.option("--drain", type=click.IntRange(0), metavar="SECONDS", help="How long they get. [default: drain_s]")
+def stop(runtime_dir: Path | None, now: bool, drain: int | None) -> None:
     """Stop a running daemon and wait until it is gone."""
     from deepinfer.daemon.commands import stop_daemon
 
+    if now and drain is not None:
+        raise click.UsageError("--now and --drain exclude each other")
     with folder_errors():
-        code, words = stop_daemon(_folder(runtime_dir), now)
+        code, words = stop_daemon(folder_of(runtime_dir), now, drain)
     click.echo(words)
     sys.exit(code)
 
@@ -256,7 +228,7 @@ def bench_swap(output: Path | None, **options: Any) -> None:
         settings.check()
         run_swap_bench(settings, output)
     except ConfigError as error:
-        _fail(str(error), EXIT_CONFIG)
+        fail(str(error), EXIT_CONFIG)
 
 
 @main.group()
@@ -279,31 +251,11 @@ def swap(formats: tuple[str, ...], settings: tuple[str, ...], output: Path | Non
     try:
         sys.exit(run_stress(StressConfig(**given(options)), formats, engine_settings(settings), output))
     except (ConfigError, ModelError) as error:
-        _fail(str(error), EXIT_CONFIG)
+        fail(str(error), EXIT_CONFIG)
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-
-
-def _folder(runtime_dir: Path | None) -> Path:
-    from deepinfer.daemon.front import runtime_path
-
-    return runtime_path(runtime_dir)
-
-
-@contextmanager
-def folder_errors() -> Iterator[None]:
-    """A runtime folder that is not ours is a sentence, not a traceback."""
-    try:
-        yield
-    except FolderError as error:
-        _fail(str(error), EXIT_CONFIG)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    click.secho(f"error: {message}", err=True, fg="red")
-    sys.exit(code)
 
 
 if __name__ == "__main__":

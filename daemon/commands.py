@@ -22,6 +22,7 @@ from deepinfer.daemon.topology import two_processes
 from deepinfer.stages.preemption import describe_choice
 
 CONTROL_SECONDS = 3.0
+POLL_SECONDS = 0.05
 STOP_SECONDS = 30.0
 """What a daemon may take to end besides the time that it gives to running requests."""
 EXIT_READY, EXIT_DEAD, EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_HUNG = 0, 1, 2, 3, 4
@@ -74,13 +75,13 @@ def control(where: Path | Connection, op: str, **fields: Any) -> dict[str, Any]:
     return answer["data"]
 
 
-def show_status(where: Path | Connection, as_json: bool) -> int:
+def show_status(where: Path | Connection, as_json: bool, wait: int | None = None) -> int:
     try:
-        status = control(where, "status")
+        status = control(where, "status") if wait is None else _wait_ready(where, wait)
     except NoDaemon as error:
         click.echo(json.dumps({"phase": "none", "error": str(error)}) if as_json else str(error))
         return error.code
-    code = EXIT_HUNG if status["phase"] == "hung" else EXIT_READY
+    code = {"hung": EXIT_HUNG, "ready": EXIT_READY}.get(status["phase"], EXIT_NOT_RUNNING)
     if as_json or not status["engine"]:
         click.echo(json.dumps(status, indent=1) if as_json else f"phase: {status['phase']}")
         return code
@@ -91,6 +92,20 @@ def show_status(where: Path | Connection, as_json: bool) -> int:
         table.add_row(name, value)
     wide_console().print(table, highlight=False)
     return code
+
+
+def _wait_ready(where: Path | Connection, seconds: int) -> dict[str, Any]:
+    """The status when it is ready, or after `seconds`. A daemon that is not there yet may come. Raises NoDaemon."""
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            status = control(where, "status")
+            if status["phase"] == "ready" or time.monotonic() > give_up:
+                return status
+        except NoDaemon:
+            if time.monotonic() > give_up:
+                raise
+        time.sleep(POLL_SECONDS)
 
 
 def _phase(status: dict[str, Any]) -> str:
@@ -123,10 +138,10 @@ def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def stop_daemon(folder: Path, now: bool) -> tuple[int, str]:
-    """Exit code, and what became of it in words."""
+def stop_daemon(folder: Path, now: bool, seconds: int | None = None) -> tuple[int, str]:
+    """Exit code, and what became of it in words. `seconds`: how long running requests get, if not as usual."""
     try:
-        answer = control(folder, "stop", now=now)
+        answer = control(folder, "stop", now=now) if seconds is None else control(folder, "drain", seconds=seconds)
     except NoDaemon as error:
         return error.code, str(error)
     pid, patience = answer["pid"], answer["drain_s"] + STOP_SECONDS

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepinfer.daemon.endpoints import check_endpoint
+from deepinfer.daemon.log import FORMATS, LEVELS
 from deepinfer.daemon.setting import ConfigError, check_values, setting, settings_of
 from deepinfer.stages.preemption import MODES
 from deepinfer.stages.protocol_limits import Limits
@@ -111,6 +112,9 @@ class EngineConfig:
     residency_quantum: int = setting(4, "Tokens that a request yields before it may be preempted.", low=1)
     max_parks: int = setting(8, "Preemptions after which a request is never preempted again.", low=1)
 
+    log_level: str = setting("info", "What is logged: this and what is worse.", LEVELS, live=True)
+    log_format: str = setting("auto", "Lines for people, JSON lines, or auto: JSON where it is no terminal.", FORMATS)
+
     def check(self) -> None:
         """Raises ConfigError for the first value that cannot work."""
         check_values(self)
@@ -178,7 +182,8 @@ class DaemonConfig(LimitsConfig, EngineConfig):
         low=2,
     )
     restart_window_s: int = setting(60, "Seconds that an engine must have been ready to end such a row.", low=0)
-    drain_s: int = setting(30, "Seconds that running requests get to finish after SIGTERM.", low=0)
+    drain_s: int = setting(30, "Seconds that running requests get to finish after SIGTERM.", low=0, live=True)
+    log_prompts: bool = setting(False, "Log the prompts of requests, which nothing else does.", live=True)
     metrics_interval_ms: int = setting(1000, "Milliseconds between two metric snapshots to subscribers.", low=50)
     prometheus_port: int | None = setting(
         None, "HTTP port that Prometheus scrapes; 0 takes a free one. Default: off.", low=0, high=65535

@@ -1,14 +1,14 @@
-"""The control socket: status, metrics, stop and ping, answered by a thread that does nothing else."""
+"""The control socket: status, stop and the like, answered by a thread that does nothing else."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import msgspec
 import zmq
 
+from deepinfer.daemon.setting import ConfigError
 from deepinfer.stages import client_port
 from deepinfer.stages.admission import EndpointError
 from deepinfer.stages.board import StatusBoard
@@ -18,9 +18,9 @@ from deepinfer.stages.live import Route
 from deepinfer.stages.protocol import ProtocolError, is_req
 from deepinfer.stages.protocol_events import encode_error, encode_reply
 from deepinfer.stages.stage import Stage
-from deepinfer.stages.telemetry import Telemetry
 
 MAX_FRAME_BYTES = 4096
+MAX_DRAIN_SECONDS = 7 * 24 * 3600
 
 
 class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -29,13 +29,19 @@ class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     id: str | int | None = None
     now: bool = False
     """With `stop`: cut running requests instead of letting them finish."""
+    seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAIN_SECONDS)] | None = None
+    """With `drain`: how long running requests get."""
+
+
+Action = Callable[[ControlRequest], Mapping[str, Any]]
 
 
 _decoder = msgspec.msgpack.Decoder(ControlRequest)
 
 
 class ControlStage(Stage):
-    """`stop` is called with True to cut, False to drain; it must return at once.
+    """`actions` are the operations by name. They are called in this thread, must return at once, and may raise
+    ConfigError or ProtocolError.
 
     `address` lies in the private runtime folder and has no keys; `second_address` has, if there is a `curve`.
     """
@@ -48,18 +54,18 @@ class ControlStage(Stage):
         inbox: str,
         address: str,
         board: StatusBoard,
-        telemetry: Telemetry,
-        stop: Callable[[bool], None],
-        drain_s: int,
+        actions: Mapping[str, Action],
         second_address: str | None = None,
         curve: Curve | None = None,
     ) -> None:
         super().__init__(context, inbox, {})
-        self._drain_s = drain_s
         self._address, self._second_address, self._curve = address, second_address, curve
         self._board = board
-        self._telemetry = telemetry
-        self._stop = stop
+        self._actions: dict[str, Action] = {
+            "status": lambda _: board.status(),
+            "ping": lambda _: {"phase": board.phase},
+            **actions,
+        }
 
     def opened(self) -> None:
         self._socket = self.new_socket(zmq.ROUTER, poll=True)
@@ -90,24 +96,20 @@ class ControlStage(Stage):
         try:
             request = _decoder.decode(raw)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ProtocolError("malformed", f"a control request is a map of v, op, id and now: {error}") from error
+            raise ProtocolError(
+                "malformed", f"a control request is a map of v, op, id, now and seconds: {error}"
+            ) from error
         if request.v != 1:
             raise ProtocolError("unsupported_version", f"v: {request.v} is not spoken here, 1 is", field="v")
         return encode_reply(request.op, request.id, self._perform(request))
 
-    def _perform(self, request: ControlRequest) -> dict[str, Any]:
-        if request.op == "status":
-            return self._board.status()
-        if request.op == "metrics":
-            return self._telemetry.metrics()
-        if request.op == "ping":
-            return {"phase": self._board.phase}
-        if request.op == "stop":
-            self._stop(request.now)
-            return {"stopping": True, "now": request.now, "pid": os.getpid(), "drain_s": self._drain_s}
-        raise ProtocolError(
-            "unknown_op",
-            f"op: {request.op!r} is not a control operation",
-            field="op",
-            allowed="status, metrics, stop, ping",
-        )
+    def _perform(self, request: ControlRequest) -> Mapping[str, Any]:
+        action = self._actions.get(request.op)
+        if action is None:
+            known = ", ".join(self._actions)
+            message = f"op: {request.op!r} is not a control operation; allowed: {known}"
+            raise ProtocolError("unknown_op", message, field="op", allowed=known)
+        try:
+            return action(request)
+        except ConfigError as error:
+            raise ProtocolError("invalid_value", str(error)) from error

@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from deepinfer.daemon.commands import show_status
+from deepinfer.daemon.log import for_people
 from deepinfer.daemon.runtime_folder import CONNECTION_FILE, LOG_FILE, is_locked, make_private
 from deepinfer.daemon.setting import given
 
@@ -59,8 +61,7 @@ def start_detached(flags: Mapping[str, Any], config_file: Path | None, folder: P
         code = process.poll()
         if code is not None:
             lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            click.echo("\n".join(lines), err=True)
+            click.echo("\n".join(map(for_people, lines)), err=True)
             return code or 1
         time.sleep(POLL_SECONDS)
-    click.echo(log_path.read_text(errors="replace").rstrip())
-    return 0
+    return show_status(folder, as_json=False)

@@ -1,7 +1,9 @@
-"""What `start` shows, on standard error: a bar while weights load, a summary when ready."""
+"""What `start` shows on standard error: on a terminal a bar while weights load and a summary when ready, else log
+lines."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 WIDE = 240
+logger = logging.getLogger(__name__)
 
 
 class StartDisplay:
@@ -25,7 +28,7 @@ class StartDisplay:
         if not self._console.is_terminal:
             if what != self._last:
                 self._last = what
-                self._console.print(f"{what} ...", highlight=False)
+                logger.info("%s ...", what)
             return
         if self._bar is None:
             self._bar = Progress(
@@ -43,6 +46,14 @@ class StartDisplay:
 
     def ready(self, status: dict[str, Any], connection_file: Path) -> None:
         self._close_bar()
+        if not self._console.is_terminal:
+            fields = {
+                "seconds": status["ready_seconds"],
+                "connection_file": connection_file,
+                "endpoint": status["endpoint"],
+            }
+            logger.info("ready after %s s", status["ready_seconds"], extra={"fields": fields})
+            return
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in summary_rows(status):
             table.add_row(name, value)
@@ -52,10 +63,17 @@ class StartDisplay:
 
     def failed(self, error: str) -> None:
         self._close_bar()
+        if not self._console.is_terminal:
+            logger.error("%s", error)
+            return
         self._console.print(f"error: {error}", style="red", highlight=False, markup=False)
 
     def stopping(self, cut: bool) -> None:
-        self._console.print("stopping now" if cut else "stopping when running requests have finished", highlight=False)
+        words = "stopping now" if cut else "stopping when running requests have finished"
+        if not self._console.is_terminal:
+            logger.info(words)
+            return
+        self._console.print(words, highlight=False)
 
     def _close_bar(self) -> None:
         if self._bar is not None:

@@ -20,6 +20,8 @@ from typing import Any
 import zmq
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
+from deepinfer.daemon.log import configure_logging
+from deepinfer.daemon.stacks import dump_on_signal
 from deepinfer.daemon.topology import Topology
 from deepinfer.kernels.openmp import limit_spinning
 from deepinfer.stages.flight_record import FlightRecord
@@ -72,12 +74,14 @@ def vocabulary_line(num_valid_tokens: int, eos_token_ids: Any) -> bytes:
 
 def main() -> int:
     """Returns the exit code; the caller leaves without waiting for threads, which may be anywhere."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    dump_on_signal()
     die_with_parent()
     os.umask(0o077)
     start = json.loads(sys.stdin.buffer.readline())
     config = EngineConfig(**start["config"])
+    configure_logging("engine", config.log_level, config.log_format)
     topology = Topology(**start["topology"])
     context = zmq.Context()
     link = FrontLink(topology.admission)

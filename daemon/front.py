@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import zmq
 
-from deepinfer.daemon.config import DaemonConfig
-from deepinfer.daemon.control import ControlStage
+from deepinfer.daemon.config import ConfigError, DaemonConfig
+from deepinfer.daemon.control import ControlRequest, ControlStage
 from deepinfer.daemon.display import StartDisplay
 from deepinfer.daemon.gate import Gate, key_store
 from deepinfer.daemon.metrics import Metrics
+from deepinfer.daemon.notify import ServiceManager
 from deepinfer.daemon.prometheus_port import PrometheusPort
 from deepinfer.daemon.publisher import PublisherStage
+from deepinfer.daemon.reload import Reloader
 from deepinfer.daemon.runtime_folder import AlreadyRunning, FileLock, RuntimeFolder
+from deepinfer.daemon.stacks import all_stacks, dump_on_signal
+from deepinfer.daemon.stopping import CUT_SECONDS, EXIT_CONFIG, EXIT_ENGINE_FAILED, EXIT_OK, Stopping
 from deepinfer.daemon.supervisor import Supervisor
 from deepinfer.daemon.telemetry import PublishedTelemetry
 from deepinfer.daemon.topology import Topology
@@ -27,21 +34,21 @@ from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.curve import Curve
 from deepinfer.stages.engine_port import EngineAddresses
-from deepinfer.stages.messages import Drain, Message, encode
+from deepinfer.stages.messages import Message, Reconfigure, encode
 from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.protocol import PROTOCOL_VERSION
 from deepinfer.stages.stage import Stage
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.1
-CUT_SECONDS = 10.0
-EXIT_OK, EXIT_ENGINE_FAILED, EXIT_CONFIG = 0, 1, 78
 
 
 class Front:
     """`run` returns the exit code of `start`: 0 after a stop, 1 when no engine could be kept alive, 78 for a bad
     setting.
 
-    The first SIGTERM or SIGINT drains, the second one cuts.
+    The first SIGTERM or SIGINT drains, the second one cuts; SIGHUP reloads; SIGUSR1 writes all stacks to the log.
     """
 
     def __init__(
@@ -51,7 +58,9 @@ class Front:
         topology: Topology,
         display: StartDisplay,
         curve: Curve | None,
+        read_config: Callable[[], DaemonConfig],
     ) -> None:
+        """`read_config` looks at the sources of the configuration again."""
         self.config = config
         self.folder = folder
         self.display = display
@@ -62,12 +71,15 @@ class Front:
         self.telemetry = PublishedTelemetry(self.metrics)
         self.board.on_phase = self._tell_phase
         self._prometheus: PrometheusPort | None = None
-        self._stop_wishes = 0
-        self._cut = False
+        self.manager = ServiceManager()
+        self.stopping = Stopping(config.drain_s, self._tell_admission, self.board, display, self.manager)
         self._endpoint_lock = self._lock_endpoint()
         self._gate = None if curve is None else Gate(self.context, curve, key_store(config.keys_dir))
-        self._told_cut = False
-        self._deadline: float | None = None
+        self._reloader = Reloader(config, read_config, self._gate, self._apply)
+        self._reload_wished = False
+        self._errands: SimpleQueue[Message] = SimpleQueue()
+        """From other threads to admission; the main thread's socket is its own."""
+        self._announced: dict[str, Any] | None = None
 
     def _lock_endpoint(self) -> FileLock | None:
         """An ipc endpoint outside the runtime folder has a lock of its own: a second bind would steal its clients."""
@@ -89,7 +101,7 @@ class Front:
         self._outbox.setsockopt(zmq.LINGER, 0)
         try:
             path = resolve_model(self.config.model)
-            if self._stop_wishes:
+            if self.stopping.wished:
                 return EXIT_OK
             supervisor = Supervisor(self.config, self.folder.path, self.topology, self.board, self._tell_admission)
             tokenizer = load_tokenizer(path)
@@ -116,6 +128,7 @@ class Front:
             self.telemetry,
             supervised=True,
             curve=None if self._gate is None else self._gate.curve,
+            log_prompts=self.config.log_prompts,
         )
 
     def _publisher(self) -> PublisherStage:
@@ -145,9 +158,13 @@ class Front:
             "inproc://control-inbox",
             self.topology.control,
             self.board,
-            self.telemetry,
-            self._on_stop_request,
-            self.config.drain_s,
+            {
+                "metrics": lambda _: self.telemetry.metrics(),
+                "stop": self._stop,
+                "drain": self._drain,
+                "reload": lambda _: self._reloader.reload(),
+                "dump": self._dump,
+            },
             self.config.control_endpoint,
             None if self._gate is None else self._gate.curve,
         )
@@ -155,30 +172,54 @@ class Front:
     # --- the watch --------------------------------------------------------------------------------------------
 
     def _watch(self, supervisor: Supervisor, began: float) -> int:
-        announced = False
         while True:
             self.board.changed.wait(POLL_SECONDS)
             self.board.changed.clear()
-            supervisor.cut = self._told_cut
+            supervisor.cut = self.stopping.cut
             supervisor.look()
+            self._run_errands()
             phase = self.board.phase
             if phase == "loading":
                 self.display.progress(*self.board.progress)
-            elif phase == "ready" and not announced:
-                announced = True
-                self.board.info["ready_seconds"] = round(time.monotonic() - began, 2)
-                self._announce()
             elif phase == "stopped":
                 return EXIT_OK
             elif phase == "failed":
                 self.display.failed(self.board.error)
                 return EXIT_CONFIG if self.board.config_error else EXIT_ENGINE_FAILED
-            if self._stop_wishes:
-                code = self._stop()
+            else:
+                self._keep_announced(began)
+            if self.stopping.wished:
+                code = self.stopping.look()
                 if code is not None:
                     return code
 
-    def _announce(self) -> None:
+    def _keep_announced(self, began: float) -> None:
+        """The connection file says what counts now. The service manager hears that we live, unless something hangs."""
+        if self._announced is None:
+            self.board.info["ready_seconds"] = round(time.monotonic() - began, 2)
+        connection = self._connection()
+        if connection != self._announced:
+            where = self.folder.publish(connection)
+            if self._announced is None:
+                self.display.ready(self.board.status(), where)
+                self.manager.ready(f"serving {self.config.model} at {connection['endpoint']}")
+            self._announced = connection
+        if not self.board.hung:
+            self.manager.alive()
+
+    def _run_errands(self) -> None:
+        while not self._errands.empty():
+            self._tell_admission(self._errands.get())
+        if self._reload_wished and self._announced is not None:
+            self._reload_wished = False
+            self.manager.reloading()
+            try:
+                self._reloader.reload()
+            except ConfigError as error:
+                logger.error("not reloaded: %s", error)
+            self.manager.ready("reloaded")
+
+    def _connection(self) -> dict[str, Any]:
         connection = {
             "protocol": PROTOCOL_VERSION,
             "endpoint": self.board.info["endpoint"],
@@ -191,46 +232,44 @@ class Front:
         }
         if self._gate is not None:
             connection["curve"] = self._gate.connection()
-        where = self.folder.publish(connection)
-        self.display.ready(self.board.status(), where)
+        return connection
 
-    # --- stopping ---------------------------------------------------------------------------------------------
+    # --- what operators ask for -------------------------------------------------------------------------------
 
     def _install_signals(self) -> None:
-        """A handler only notes the wish, and the watch looks ten times a second: it may run anywhere, even inside the
-        lock of an Event."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self.stopping.on_signal)
+        signal.signal(signal.SIGHUP, self._on_hangup)
+        dump_on_signal()
 
-    def _on_signal(self, *_: Any) -> None:
-        self._cut = self._cut or self._stop_wishes > 0
-        self._stop_wishes += 1
+    def _on_hangup(self, *_: Any) -> None:
+        self._reload_wished = True
 
-    def _on_stop_request(self, now: bool) -> None:
-        """Called by the control thread."""
-        self._cut = self._cut or now
-        self._stop_wishes += 1
+    def _stop(self, request: ControlRequest) -> dict[str, Any]:
+        self.stopping.wish(now=request.now)
+        return self._stopping_report(request.now)
+
+    def _drain(self, request: ControlRequest) -> dict[str, Any]:
+        self.stopping.wish(seconds=request.seconds)
+        return self._stopping_report(False)
+
+    def _stopping_report(self, now: bool) -> dict[str, Any]:
+        return {"stopping": True, "now": now, "pid": os.getpid(), "drain_s": self.stopping.patience}
+
+    def _dump(self, _: ControlRequest) -> dict[str, Any]:
+        """Our stacks in the answer; the engine writes its own to the log, whatever state it is in. One that is not
+        ready yet might die of the signal instead."""
+        engine = self.board.ready_pid
+        with suppress(ProcessLookupError):
+            if engine and engine == self.board.info.get("engine_pid"):
+                os.kill(engine, signal.SIGUSR1)
+        return {"front": all_stacks(), "engine_pid": engine}
+
+    def _apply(self, config: DaemonConfig) -> None:
+        self.config = config
+        self.stopping.drain_s = config.drain_s
+        self._errands.put(Reconfigure(limits=config.limits().to_dict(), log_prompts=config.log_prompts))
         self.board.changed.set()
-
-    def _stop(self) -> int | None:
-        """One look at a stop under way; the exit code when the daemon may end now."""
-        now = time.monotonic()
-        if self.board.phase == "loading":
-            return EXIT_OK
-        if self._deadline is None:
-            self._deadline = now + self.config.drain_s
-            self._tell_admission(Drain(now=self._cut))
-            self.display.stopping(self._cut)
-            self._told_cut = self._cut
-        if not self._told_cut and (self._cut or now > self._deadline):
-            self._deadline = now
-            self._tell_admission(Drain(now=True))
-            self.display.stopping(True)
-            self._told_cut = True
-        if self._told_cut and now > self._deadline + CUT_SECONDS:
-            self.display.failed(f"the engine did not stop within {CUT_SECONDS:.0f} s and is killed")
-            return EXIT_ENGINE_FAILED
-        return None
 
     def _tell_admission(self, message: Message) -> None:
         self._outbox.send(encode(message))

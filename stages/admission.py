@@ -83,6 +83,7 @@ class AdmissionStage(Stage):
         telemetry: Telemetry,
         supervised: bool = False,
         curve: Curve | None = None,
+        log_prompts: bool = False,
     ) -> None:
         """`supervised`: a new engine is started when this one dies, or `EngineDied` says that there will be none."""
         super().__init__(context, inbox, {})
@@ -94,6 +95,7 @@ class AdmissionStage(Stage):
         self._supervised = supervised
         self._clients_address = clients
         self._curve = curve
+        self._log_prompts = log_prompts
         self._intake = Intake(tokenizer, model)
         self._model = model
         self._limits = msgspec.structs.replace(limits, vocab_size=tokenizer.vocab_size)
@@ -136,6 +138,7 @@ class AdmissionStage(Stage):
         self.on(messages.EngineDied, self._on_engine_died)
         self.on(messages.EngineStopped, self._on_engine_stopped)
         self.on(messages.Drain, self._on_drain)
+        self.on(messages.Reconfigure, self._on_reconfigure)
 
     def opened(self) -> None:
         self._engine.connect(self._engine_addresses)
@@ -265,6 +268,15 @@ class AdmissionStage(Stage):
         self._engine.drain(message.now)
         if self._cut and not self._engine.up:
             self._end_all(ProtocolError("shutting_down", "the daemon is stopping"))
+
+    def _on_reconfigure(self, message: messages.Reconfigure) -> None:
+        """The size of the vocabulary is the model's; that of a frame is the socket's, which is bound."""
+        kept = {name: getattr(self._limits, name) for name in ("vocab_size", "max_frame_bytes")}
+        self._limits = Limits(**{**message.limits, **kept})
+        self._log_prompts = message.log_prompts
+        if self._capacity is not None:
+            self._board.limits = self._limits.to_dict()
+        self._board.changed.set()
 
     def _on_tokens(self, message: messages.Tokens) -> None:
         self._board.advances += len(message.items)
@@ -397,6 +409,9 @@ class AdmissionStage(Stage):
         self._engine.submit(live)
         live.accept()
         self._flush(live)
+        if self._log_prompts:
+            prompt = op.prompt if op.prompt is not None else op.messages or op.prompt_ids
+            logger.info("prompt of request %d: %r", live.rid, prompt)
 
     def _check_open(self, route: Route, op: Generate) -> Capacity:
         """Refuse what need not be looked at closer."""

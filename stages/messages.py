@@ -76,6 +76,16 @@ class Drain(Message, frozen=True, tag="drain"):
     now: bool = False
 
 
+# front -> admission
+
+
+class Reconfigure(Message, frozen=True, tag="reconfigure"):
+    """Limits for the requests that come from now on; see `protocol_limits`."""
+
+    limits: dict[str, int]
+    log_prompts: bool
+
+
 # decode -> admission
 
 
@@ -252,6 +262,7 @@ AnyMessage = (
     Submit
     | Cancel
     | Drain
+    | Reconfigure
     | Tokens
     | Finished
     | Preempted
