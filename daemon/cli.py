@@ -106,7 +106,7 @@ def top(runtime_dir: Path | None, once: bool) -> None:
     from deepinfer.daemon.top import show_top
 
     with folder_errors():
-        sys.exit(show_top(_folder(runtime_dir), once))
+        sys.exit(show_top(folder_of(runtime_dir), once))
 
 
 @main.command()
