@@ -13,37 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepinfer.stages.memory.entries import (
-    IN_TRANSFER,
-    RUNNING,
-    Chunk,
-    Entry,
-    Moves,
-    OwnCopy,
-    ResidencyConfig,
-    State,
-    Step,
-)
+from deepinfer.stages.memory.book import Book
+from deepinfer.stages.memory.departures import Departures
+from deepinfer.stages.memory.entries import Chunk, Entry, Moves, OwnCopy, ResidencyConfig, State, Step
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
 
 
 class Residency:
-    """Owned by decode, with the ledger. Every decision that moves a block is made here."""
+    """Owned by decode, with the ledger. Every decision that moves a block is made here, or for it by `departures`."""
 
     def __init__(self, ledger: BlockLedger, block_size: int, config: ResidencyConfig) -> None:
         self.ledger = ledger
         self.block_size = block_size
         self.config = config
-        self.entries: dict[int, Entry] = {}
-        self.swap = config.swap
-        """Whether victims move to the host. See `stop_swapping`."""
-        self._followers: dict[int, list[Entry]] = {}
-        """Forks that wait for the prompt of this request."""
+        self._book = Book(ledger, block_size, config.max_parks)
+        self.entries = self._book.entries
+        self.departures = Departures(self._book, config)
         self._arrivals = 0
         self._turn = 0
-        self._claimant: int | None = None
-        """The newcomer for whom victims are moving out: what they leave is its, not theirs."""
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
@@ -70,14 +58,14 @@ class Residency:
             keys=list(keys),
         )
         if leader is not None:
-            self._followers.setdefault(leader, []).append(entry)
+            self._book.followers.setdefault(leader, []).append(entry)
 
     def fits_alone(self, total: int) -> bool:
         return blocks_for(total, self.block_size) <= self.ledger.num_blocks
 
     def stop_swapping(self) -> None:
         """From now on victims are computed again. What is on the host comes back as ever."""
-        self.swap = False
+        self.departures.swap = False
 
     def end(self, rid: int) -> State | None:
         """The request has ended, whatever its state. Blocks come back now, or when the chunk or transfer that has
@@ -85,8 +73,8 @@ class Residency:
         entry = self.entries.get(rid)
         if entry is None or entry.ended:
             return None
-        if self._claimant == rid:
-            self._claimant = None
+        if self._book.claimant == rid:
+            self._book.claimant = None
         if entry.locked:
             entry.ended = True
         else:
@@ -97,8 +85,8 @@ class Residency:
         self.ledger.release(entry.rid)
         del self.entries[entry.rid]
         if entry.leader is not None:
-            self._followers[entry.leader].remove(entry)
-        for follower in self._followers.pop(entry.rid, []):
+            self._book.followers[entry.leader].remove(entry)
+        for follower in self._book.followers.pop(entry.rid, []):
             self._dismiss(follower)
 
     def _dismiss(self, follower: Entry) -> bool:
@@ -115,20 +103,20 @@ class Residency:
         """Resume first, then admit. Stops at the first one that does not fit, so nobody overtakes it for ever."""
         self._turn += 1
         moves = Moves([], [], [], [], [])
-        outside = sorted(self._outside(), key=self._queue_order)
+        outside = sorted(self._book.outside(), key=self._book.queue_order)
         if not outside:
             return moves
-        residents = self._residents() + self._expected_forks()
-        growth = self._growth_demand()
+        residents = self._book.residents() + self._book.expected_forks()
+        growth = self._book.growth_demand()
         for entry in outside:
-            places = min(1 + len(self._followers.get(entry.rid, ())), self.config.max_running)
+            places = min(1 + len(self._book.followers.get(entry.rid, ())), self.config.max_running)
             if residents + places > self.config.max_running:
                 break
-            if self._cost(entry) <= self._room(entry, growth, residents):
+            if self._book.cost(entry) <= self._room(entry, growth, residents):
                 self._bring_in(entry, moves)
                 residents += places
                 continue
-            self._make_room(entry, self._room(entry, growth, residents), moves)
+            self.departures.make_room(entry, self._room(entry, growth, residents), moves)
             break
         return moves
 
@@ -138,10 +126,10 @@ class Residency:
         stalled: list[Entry] = []
         copies: list[OwnCopy] = []
         moves = Moves([], [], [], [], [])
-        for entry in sorted(self._in_state(State.DECODE), key=lambda e: e.seniority):
-            short = self._growth(entry)
+        for entry in sorted(self._book.in_state(State.DECODE), key=lambda e: e.seniority):
+            short = self._book.growth(entry)
             if short <= self.ledger.available:
-                if self._shares_next(entry):
+                if self._book.shares_next(entry):
                     copies.append(OwnCopy(entry.rid, *self.ledger.unshare(entry.rid, entry.cached // self.block_size)))
                 elif short > 0:
                     self.ledger.grow(entry.rid, short)
@@ -150,7 +138,7 @@ class Residency:
             else:
                 stalled.append(entry)
         if stalled:
-            self._relieve(stalled, bool(rows), moves)
+            self.departures.relieve(stalled, bool(rows), moves)
         # A victim may have had its turn coming: what moves out must not be written to in this step.
         return Step([rid for rid in rows if self.entries[rid].state is State.DECODE], moves, copies)
 
@@ -159,7 +147,7 @@ class Residency:
         `chunk_done`."""
         budget = self.config.prefill_chunk_tokens
         chunks: list[Chunk] = []
-        for entry in sorted(self._in_state(State.PREFILL), key=lambda e: e.seniority):
+        for entry in sorted(self._book.in_state(State.PREFILL), key=lambda e: e.seniority):
             if entry.busy or budget == 0:
                 continue
             count = min(budget, entry.target - entry.cached)
@@ -172,8 +160,8 @@ class Residency:
 
     def _forks_to_sample(self, leader: Entry) -> tuple[int, ...]:
         """Forks for which there is a place among those that run; the others will have to wait as everybody does."""
-        places = max(0, self.config.max_running - self._residents())
-        forks = self._followers.get(leader.rid, [])[:places]
+        places = max(0, self.config.max_running - self._book.residents())
+        forks = self._book.followers.get(leader.rid, [])[:places]
         for fork in forks:
             fork.busy = True
         return tuple(fork.rid for fork in forks)
@@ -199,7 +187,7 @@ class Residency:
         leader = self.entries[rid]
         stored = self.ledger.blocks(rid)[: blocks_for(leader.cached, self.block_size)]
         begun = []
-        for fork in self._followers.pop(rid, []):
+        for fork in self._book.followers.pop(rid, []):
             sampled = fork.busy
             if not self._dismiss(fork) or not sampled:
                 continue
@@ -234,9 +222,9 @@ class Residency:
         if refused:
             entry.state = State.SWAPPED if entry.away else entry.state_before_swap
             entry.swap_refused = True
-            self._claimant = None
+            self._book.claimant = None
         else:
-            if self._leaves_wholly(entry):
+            if self._book.leaves_wholly(entry):
                 self.ledger.release(rid)
             else:
                 self.ledger.lift(rid, entry.leaving)
@@ -259,7 +247,7 @@ class Residency:
         entry.state = entry.state_before_swap
         entry.away = []
         if failed:
-            self._recompute(entry)
+            self.departures.recompute(entry)
         return True
 
     def payload_dropped(self) -> None:
@@ -281,75 +269,22 @@ class Residency:
         entry.registered = index + 1
         return self.ledger.filled(rid, index, entry.keys[index])
 
-    # --- the rules --------------------------------------------------------------------------------------------
-
-    def _in_state(self, *states: State) -> list[Entry]:
-        return [entry for entry in self.entries.values() if entry.state in states and not entry.ended]
-
-    def _outside(self) -> list[Entry]:
-        return [entry for entry in self._in_state(State.SWAPPED, State.WAITING) if entry.leader is None]
-
-    def _residents(self) -> int:
-        """Requests that hold blocks and are not parked."""
-        return self.ledger.holders - sum(self.ledger.held(e.rid) > 0 for e in self._in_state(State.SWAPPED))
-
-    def _expected_forks(self) -> int:
-        """They will hold blocks as soon as a prompt that is being computed is stored."""
-        return sum(len(forks) for rid, forks in self._followers.items() if self.ledger.held(rid))
-
-    def _queue_order(self, entry: Entry) -> tuple[bool, int, bool, int]:
-        """The claimant, then by priority; parked ones before newcomers; then by arrival."""
-        return (entry.rid != self._claimant, -entry.priority, entry.parks == 0, entry.arrival)
-
-    def _blocks_wanted(self, entry: Entry) -> int:
-        """What a request needs to come in: what it has stored or must store, and its next token.
-
-        After `max_parks` preemptions it is everything it may ever need: from then on it never asks again.
-        """
-        if entry.parks >= self.config.max_parks:
-            return blocks_for(entry.total, self.block_size)
-        stored = entry.length if entry.state is State.WAITING else max(entry.cached, entry.target)
-        return blocks_for(min(stored + 1, entry.total), self.block_size)
-
-    def _known_blocks(self, entry: Entry) -> list[int]:
-        """Filled blocks that a request which has nothing stored can begin with. At least one token is left to compute:
-        somebody must produce the logits. (A swapped one comes back with blocks of its own.)"""
-        if entry.state is not State.WAITING or self.ledger.tree is None:
-            return []
-        return self.ledger.tree.match(entry.keys[: (entry.length - 1) // self.block_size])
-
-    def _cost(self, entry: Entry) -> int:
-        """Available blocks that bringing it in uses up: blocks that others hold already cost nothing."""
-        known = self._known_blocks(entry)
-        return self._blocks_wanted(entry) - self.ledger.held(entry.rid) - len(known) + self.ledger.idle_among(known)
+    # --- coming in --------------------------------------------------------------------------------------------
 
     def _room(self, entry: Entry, growth: int, residents: int) -> int:
         """Free blocks, less what running requests need for their next token, less the watermark for parked ones."""
         room = self.ledger.available - growth
         return room - self.config.watermark_blocks if entry.parks and residents else room
 
-    def _growth_demand(self) -> int:
-        return sum(self._growth(entry) for entry in self._in_state(State.DECODE))
-
-    def _growth(self, entry: Entry) -> int:
-        """Blocks that a decoding request lacks for its next token: a further one, or its own copy of the last one."""
-        if self._shares_next(entry):
-            return 1
-        return max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid))
-
-    def _shares_next(self, entry: Entry) -> bool:
-        """Whether forks share the block that its next token belongs in. Full blocks are never written to."""
-        return self.ledger.is_shared(entry.rid, entry.cached // self.block_size)
-
     def _bring_in(self, entry: Entry, moves: Moves) -> None:
-        known = self._known_blocks(entry)
+        known = self._book.known(entry)
         self.ledger.share(entry.rid, known)
         self.ledger.refill(entry.rid)
-        self.ledger.grow(entry.rid, self._blocks_wanted(entry) - self.ledger.held(entry.rid))
+        self.ledger.grow(entry.rid, self._book.wanted(entry) - self.ledger.held(entry.rid))
         entry.yielded = 0
         entry.last_active = self._turn
-        if self._claimant == entry.rid:
-            self._claimant = None
+        if self._book.claimant == entry.rid:
+            self._book.claimant = None
         if entry.state is State.SWAPPED:
             entry.state = State.SWAPPING_IN
             moves.swap_in.append(entry.rid)
@@ -359,135 +294,3 @@ class Residency:
             entry.registered = len(known)
             entry.cached = len(known) * self.block_size
             moves.admitted.append(entry.rid)
-
-    def _may_preempt(self, entry: Entry) -> bool:
-        """Only a newcomer may push others out, only while nobody is parked, and only into the host: work that is done
-        is never thrown away for it."""
-        if entry.parks or not self.swap:
-            return False
-        return not any(e.parks for e in self._outside()) and not any(e.away for e in self._in_state(State.SWAPPING_OUT))
-
-    def _can_swap(self, victim: Entry) -> bool:
-        return self.swap and not victim.swap_refused
-
-    def _make_room(self, entry: Entry, room: int, moves: Moves) -> None:
-        """For the first one in the queue: of what parked requests still hold, and for a newcomer also by pushing others
-        out. Only if that is enough."""
-        short = self._cost(entry) - room - self._arriving_blocks()
-        if short <= 0:
-            return
-        leftovers = self._leftovers(entry)
-        victims = leftovers + (self._victims(entry) if self._may_preempt(entry) else [])
-        able = [victim for victim in victims if self._can_swap(victim)]
-        if sum(self.ledger.exclusive(victim.rid) for victim in able) >= short:
-            self._claimant = entry.rid
-            for victim in able:
-                if short > 0:
-                    short -= self._start_swap_out(victim, moves, short)
-        elif leftovers and self._nothing_runs():
-            self._clear(leftovers[0], moves)
-
-    def _leftovers(self, wanting: Entry) -> list[Entry]:
-        """Parked requests that still hold blocks. The one that will come back last is asked first."""
-        parked = [e for e in self._in_state(State.SWAPPED) if e is not wanting and self.ledger.held(e.rid)]
-        return sorted(parked, key=self._queue_order, reverse=True)
-
-    def _clear(self, parked: Entry, moves: Moves, short: int | None = None) -> None:
-        """What a parked request still holds is needed: it moves out, or it is computed again."""
-        if self._can_swap(parked):
-            self._start_swap_out(parked, moves, short)
-        elif self.config.recompute:
-            self._recompute(parked)
-            moves.recomputed.append(parked.rid)
-        else:
-            moves.exhausted.append(parked.rid)
-
-    def _nothing_runs(self) -> bool:
-        return not self._in_state(*RUNNING, *IN_TRANSFER) and not any(entry.ended for entry in self.entries.values())
-
-    def _arriving_blocks(self) -> int:
-        """Blocks that swaps under way will free."""
-        return sum(
-            self.ledger.exclusive(entry.rid) if entry.ended or self._leaves_wholly(entry) else len(entry.leaving)
-            for entry in self._leaving()
-        )
-
-    def _leaving(self) -> list[Entry]:
-        return [entry for entry in self.entries.values() if entry.ended or entry.state is State.SWAPPING_OUT]
-
-    def _victims(self, wanting: Entry, forced: bool = False) -> list[Entry]:
-        """Who may be moved out for `wanting`, the best victim first: the lowest priority, then as `config.victims`
-        says, then the youngest.
-
-        `forced` sets the quantum aside: nothing else can move.
-        """
-        victims = [
-            entry
-            for entry in self._in_state(*RUNNING)
-            if entry.rid != wanting.rid
-            and not entry.busy
-            and self.ledger.held(entry.rid)
-            and entry.parks < self.config.max_parks
-            and entry.priority <= wanting.priority
-            and (forced or entry.yielded >= self.config.quantum)
-        ]
-        rank = {"lru": lambda e: e.last_active, "smallest": lambda e: self.ledger.held(e.rid), "youngest": lambda e: 0}
-        order = rank[self.config.victims]
-        return sorted(victims, key=lambda e: (e.priority, order(e), -e.arrival))
-
-    def _relieve(self, stalled: list[Entry], others_run: bool, moves: Moves) -> None:
-        """Find blocks for requests that cannot take their next token, for the most senior one first."""
-        senior = stalled[0]
-        if self._leaving():  # Even one that shares all its blocks: then the others have them for themselves.
-            return
-        short = sum(self._growth(entry) for entry in stalled) - self.ledger.available
-        nothing_moves = not others_run and not self._in_state(State.PREFILL, State.SWAPPING_IN)
-        leftovers = self._leftovers(senior)
-        if leftovers and (self._can_swap(leftovers[0]) or self.config.recompute or nothing_moves):
-            self._clear(leftovers[0], moves, short)
-            return
-        victims = self._victims(senior)
-        if not victims and nothing_moves:
-            victims = self._victims(senior, forced=True)
-        swappable = [victim for victim in victims if self._can_swap(victim)]
-        if swappable:
-            victim = swappable[0]
-            self._start_swap_out(victim, moves, short - self._growth(victim) if victim in stalled else short)
-        elif victims and self.config.recompute:
-            victims[0].parks += 1
-            self._recompute(victims[0])
-            moves.recomputed.append(victims[0].rid)
-        elif nothing_moves:
-            moves.exhausted.append(stalled[-1].rid)
-
-    def _start_swap_out(self, victim: Entry, moves: Moves, short: int | None = None) -> int:
-        """Move out what frees `short` blocks, or everything. Returns how many that frees."""
-        freed = self._choose_leaving(victim, short)
-        if victim.state is not State.SWAPPED:
-            victim.state_before_swap = victim.state
-        victim.state = State.SWAPPING_OUT
-        moves.swap_out.append(victim.rid)
-        return freed
-
-    def _choose_leaving(self, victim: Entry, short: int | None) -> int:
-        """The earliest full blocks that no other request holds; everything when they are too few, and when a prompt is
-        not computed yet: what it has not filled would only lie there."""
-        held = self.ledger.exclusive_indices(victim.rid)
-        cold = [index for index in held if index < victim.cached // self.block_size]
-        in_part = self.config.offload_unit == "block" and victim.cached >= victim.target
-        if in_part and short is not None and short <= len(cold) and short < len(held):
-            victim.leaving = cold[:short]
-            return short
-        away = set(victim.away)
-        victim.leaving = [i for i in range(blocks_for(victim.cached, self.block_size)) if i not in away]
-        return len(held)
-
-    def _leaves_wholly(self, entry: Entry) -> bool:
-        return len(entry.away) + len(entry.leaving) == blocks_for(entry.cached, self.block_size)
-
-    def _recompute(self, entry: Entry) -> None:
-        self.ledger.release(entry.rid)
-        entry.swap_refused = False
-        entry.away = []
-        entry.state = State.WAITING
-        entry.cached = entry.target = 0

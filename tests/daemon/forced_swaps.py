@@ -21,7 +21,7 @@ def force_swaps(engine: Engine, when: Callable[[Any], bool], blocks: int | None 
         for entry in list(residency.entries.values()):
             if entry.state in (State.DECODE, State.PREFILL) and not entry.locked and when(entry):
                 swapped.append(entry.rid)
-                residency._start_swap_out(entry, decided, blocks)
+                residency.departures.start_swap_out(entry, decided, blocks)
         return decided
 
     residency.moves = moves

@@ -11,7 +11,7 @@ from leftovers import settled
 
 from deepinfer.clients import AsyncClient, Done, Preempted, Resumed, Token
 from deepinfer.daemon.engine import Engine
-from deepinfer.stages.memory.residency import Residency
+from deepinfer.stages.memory.book import Book
 
 PROMPT = "The quick brown fox jumps"
 """25 tokens: the last block of 8 is partly filled."""
@@ -67,7 +67,7 @@ def test_a_block_that_is_not_copied_is_overwritten_by_the_others(tiny_path, monk
     """The control arm of the tests above."""
     with Engine(tiny_path, batch_invariant=True, block_size=8, num_blocks=64, prefix_cache=False) as engine:
         expected = alone(engine, PROMPT, 4, **SAMPLED)
-        monkeypatch.setattr(Residency, "_shares_next", lambda self, entry: False)
+        monkeypatch.setattr(Book, "shares_next", lambda self, entry: False)
         together = engine.complete(PROMPT, n=4, **SAMPLED)
         assert [choice.ids for choice in together.choices] != [e.ids for e in expected]
 

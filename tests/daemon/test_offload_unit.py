@@ -80,17 +80,17 @@ def test_a_pool_that_is_too_small_sends_less_to_the_host_than_whole_requests_and
 
 def note_parts(engine: Engine) -> list[tuple[int, int]]:
     """For every swap of a part: how many blocks go, of how many."""
-    residency, seen = engine.host.residency, []
-    choose = residency._choose_leaving
+    departures, block_size, seen = engine.host.residency.departures, engine.host.config.block_size, []
+    choose = departures.choose_leaving
 
     def choosing(victim: Any, short: int | None) -> int:
         freed = choose(victim, short)
-        stored = blocks_for(victim.cached, residency.block_size)
+        stored = blocks_for(victim.cached, block_size)
         if len(victim.leaving) + len(victim.away) < stored:
             seen.append((len(victim.leaving), stored))
         return freed
 
-    residency._choose_leaving = choosing
+    departures.choose_leaving = choosing
     return seen
 
 

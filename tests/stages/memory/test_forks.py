@@ -7,9 +7,9 @@ import random
 import pytest
 from test_residency import BLOCK, Simulation, assert_all_returned
 
+from deepinfer.stages.memory.book import Book
 from deepinfer.stages.memory.entries import ResidencyConfig, State
 from deepinfer.stages.memory.ledger import BlockLedger, LedgerError
-from deepinfer.stages.memory.residency import Residency
 
 
 def submit_group(simulation: Simulation, first: int, count: int, prompt: int, new: int, **fields: int) -> range:
@@ -110,7 +110,7 @@ def test_forks_in_pools_barely_larger_than_one_request_all_end_with_all_their_to
 
 def test_without_the_copy_forks_write_over_one_another(monkeypatch):
     """The control arm: what the simulation would see."""
-    monkeypatch.setattr(Residency, "_shares_next", lambda self, entry: False)
+    monkeypatch.setattr(Book, "shares_next", lambda self, entry: False)
     with pytest.raises(AssertionError, match="At index"):
         run_many(300, "swap")
 

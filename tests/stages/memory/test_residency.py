@@ -428,7 +428,7 @@ def test_a_parked_request_comes_back_only_when_the_watermark_stays_free_beside_o
     turn_until(simulation, lambda: simulation.produced[0] > 0)
     entry = simulation.policy.entries[0]
     moves = simulation.policy.moves()
-    simulation.policy._start_swap_out(entry, moves)
+    simulation.policy.departures.start_swap_out(entry, moves)
     simulation.policy.swapped_out(0)
     simulation.submit(1, prompt=9, new=2, priority=1)
     moves = simulation.policy.moves()
