@@ -77,13 +77,19 @@ class CupyBackend:
     def capture(self, function: Callable[[], None]) -> Graph:
         """See `Backend.capture`. Other threads go on using the device meanwhile.
 
-        All graphs take their temporary memory from one pool: they are replayed one at a time.
+        Not by `torch.cuda.graph`, which waits for the whole device and gives the allocator's unused memory away. All
+        graphs take their temporary memory from one pool: they are replayed one at a time.
         """
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
-            function()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
         return graph
 
     def new_stream(self, name: str) -> Stream:

@@ -5,14 +5,24 @@ import itertools
 import pytest
 import torch
 from cuda_harness import FORMATS
+from sweep import check, compile_all
 
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.cuda import disk_cache, nvrtc
 from deepinfer.kernels.cuda.decode_plan import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP, DecodePlan
 from deepinfer.kernels.cuda.source import KernelSource
 
-GROUPS = (1, 2, 3, 4, 7, 8, 12, 16)
 REGISTERS_OF_THREE_CTAS, REGISTERS_OF_TWO = 168, 255
+PUBLISHED = {
+    64: (1, 3, 4, 7, 8),
+    80: (4,),
+    96: (),
+    128: (1, 2, 3, 4, 5, 6, 7, 8, 12, 16),
+    256: (2, 3),
+}
+"""By head_dim, the query heads for each KV head that published Llama, Mistral, Qwen2 and Qwen3 models have."""
+PUBLISHED_BIASED = {64: (1, 7), 128: (1, 5, 6, 7, 8)}
+"""Of those with key biases: Qwen2."""
 
 
 @pytest.fixture
@@ -25,52 +35,58 @@ def plan(fmt="fp16", head_dim=64, group=1, block_size=16, key_bias=False):
     return DecodePlan(pair.k, pair.v, head_dim, group, block_size, key_bias)
 
 
-def check(source, registers):
-    compiled = nvrtc.compile_kernel(source)
-    assert compiled.cubin[:4] == b"\x7fELF"
-    assert b".target sm_86" in compiled.ptx
-    assert source.name.encode() in compiled.ptx
-    used = compiled.resources
-    assert (used.spill_stores, used.spill_loads, used.stack_bytes) == (0, 0, 0), f"{source}: {used}"
-    assert used.registers <= registers, f"{source}: {used}"
+def decode_plans(head_dim):
+    """Published shapes with every format; every other shape that there is a kernel for with one format, and with one and
+    a key bias, in turn."""
+    place = HEAD_DIMS.index(head_dim)
+    for group in range(1, MAX_GROUP + 1):
+        block_size = BLOCK_SIZES[group % len(BLOCK_SIZES)]
+        for index, fmt in enumerate(FORMATS):
+            turn = (index + group + 3 * place) % len(FORMATS)
+            if turn == 0 or group in PUBLISHED[head_dim]:
+                yield plan(fmt, head_dim, group, block_size)
+            if turn == 1 or group in PUBLISHED_BIASED.get(head_dim, ()):
+                yield plan(fmt, head_dim, group, block_size, key_bias=True)
 
 
-def check_decode(shape):
-    check(shape.decode_source(), REGISTERS_OF_THREE_CTAS if shape.ctas_per_sm == 3 else REGISTERS_OF_TWO)
+def write_sources(head_dim):
+    """All formats; activations of one kind and a norm or none, in turn."""
+    place = HEAD_DIMS.index(head_dim)
+    return [plan(fmt, head_dim).write_source(place % 3, bool(place % 2)) for fmt in FORMATS]
 
 
-@pytest.mark.parametrize(("index", "fmt"), list(enumerate(FORMATS)))
-def test_paged_decode_compiles_without_spills_for_every_head_dim(index, fmt):
-    for place, head_dim in enumerate(HEAD_DIMS):
-        turn = index + place
-        check_decode(plan(fmt, head_dim, GROUPS[turn % len(GROUPS)], BLOCK_SIZES[turn % len(BLOCK_SIZES)]))
+def merge_sources(head_dim):
+    return [plan("fp16", head_dim).merge_source(kind) for kind in range(3)]
 
 
-@pytest.mark.parametrize(("index", "head_dim"), list(enumerate(HEAD_DIMS)))
-def test_paged_decode_with_a_key_bias_compiles_without_spills(index, head_dim):
-    for step, fmt in enumerate(FORMATS):
-        if (index + step) % 3 == 0:
-            check_decode(plan(fmt, head_dim, GROUPS[step], key_bias=True))
+@pytest.fixture(scope="session")
+def compiled():
+    """Everything that ships, each compiled once."""
+    sources = []
+    for head_dim in HEAD_DIMS:
+        sources += [shape.decode_source() for shape in decode_plans(head_dim)]
+        sources += write_sources(head_dim) + merge_sources(head_dim)
+    return compile_all(sources)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fmt", "head_dim"), list(itertools.product(FORMATS, HEAD_DIMS)))
-def test_paged_decode_compiles_without_spills_for_every_group(fmt, head_dim):
-    for group in range(1, MAX_GROUP + 1):
-        check_decode(plan(fmt, head_dim, group, BLOCK_SIZES[group % len(BLOCK_SIZES)]))
-        check_decode(plan(fmt, head_dim, group, key_bias=True))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_paged_decode_compiles_without_spills(compiled, head_dim):
+    seen = set()
+    for shape in decode_plans(head_dim):
+        source = shape.decode_source()
+        check(source, compiled[source], REGISTERS_OF_THREE_CTAS if shape.ctas_per_sm == 3 else REGISTERS_OF_TWO)
+        seen.add((shape.k, shape.v, shape.key_bias))
+    assert len(seen) == 2 * len(FORMATS)  # each format has its turn, with a key bias and without
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_kv_write_compiles_without_spills(fmt):
-    for place, head_dim in enumerate(HEAD_DIMS):
-        check(plan(fmt, head_dim).write_source(place % 3, bool(place % 2)), 64)
-
-
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_the_merge_compiles_without_spills(kind):
-    for head_dim in HEAD_DIMS:
-        check(plan("fp16", head_dim).merge_source(kind), 64)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_kv_write_and_merge_compile_without_spills(compiled, head_dim):
+    for source in write_sources(head_dim) + merge_sources(head_dim):
+        check(source, compiled[source], 64)
 
 
 def test_the_ptx_of_a_kernel_is_made_for_compute_86():

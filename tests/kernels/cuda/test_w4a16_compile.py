@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from sweep import check, compile_all
 
 from deepinfer.kernels.cuda.gemv_plan import dequant_source, gemv_source, plan_gemv
 from deepinfer.kernels.cuda.nvrtc import compile_kernel
@@ -14,6 +15,7 @@ FORMS = (*((4, size, minima) for size in W4_GROUP_SIZES for minima in (True, Fal
 """Bits, group size, minima."""
 SHAPES = tuple(itertools.product((2, 16), (2, 128)))
 """Input tiles and output tiles: all plans."""
+ROWS = (8, 16)
 
 
 def tiles(form, input_tiles, output_tiles):
@@ -21,29 +23,37 @@ def tiles(form, input_tiles, output_tiles):
     return WeightTiles(codes, codes, output_tiles * 16, input_tiles * 64, *form)
 
 
-def check(source, registers):
-    compiled = compile_kernel(source)
-    assert source.name.encode() in compiled.ptx
-    used = compiled.resources
-    assert (used.spill_stores, used.spill_loads, used.stack_bytes) == (0, 0, 0), f"{source}: {used}"
-    assert used.registers <= registers, f"{source}: {used}"
+def gemv_sources(form, rows):
+    """All plans, both kinds of activations, results and bias in turn."""
+    for index, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES)):
+        weights = tiles(form, *shape)
+        out_dtype = dtype if index % 3 else torch.float32
+        yield gemv_source(plan_gemv(weights, rows), weights, dtype, out_dtype, bool(index % 2))
+
+
+def dequant_sources(form):
+    return [dequant_source(tiles(form, 2, 2), dtype) for dtype in DTYPES]
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """Everything that ships, each compiled once."""
+    sources = [source for form in FORMS for rows in ROWS for source in gemv_sources(form, rows)]
+    return compile_all(sources + [source for form in FORMS[:6] for source in dequant_sources(form)])
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [8, 16])
-def test_the_gemv_compiles_without_spills(form, rows):
-    for index, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES)):
-        weights = tiles(form, *shape)
-        plan = plan_gemv(weights, rows)
-        assert plan.shared_bytes <= 48 * 1024
-        out_dtype = dtype if index % 3 else torch.float32
-        check(gemv_source(plan, weights, dtype, out_dtype, bool(index % 2)), 128)
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_gemv_compiles_without_spills(compiled, form, rows):
+    for source in gemv_sources(form, rows):
+        check(source, compiled[source], 128)
+    assert all(plan_gemv(tiles(form, *shape), rows).shared_bytes <= 48 * 1024 for shape in SHAPES)
 
 
 @pytest.mark.parametrize("form", FORMS[:6])
-def test_the_dequantiser_compiles_without_spills(form):
-    for dtype in DTYPES:
-        check(dequant_source(tiles(form, 2, 2), dtype), 64)
+def test_the_dequantiser_compiles_without_spills(compiled, form):
+    for source in dequant_sources(form):
+        check(source, compiled[source], 64)
 
 
 def test_the_ptx_of_the_gemv_is_made_for_compute_86_and_multiplies_on_the_tensor_cores():
