@@ -36,8 +36,8 @@ def plan(fmt="fp16", head_dim=64, group=1, block_size=16, key_bias=False):
 
 
 def decode_plans(head_dim):
-    """Published shapes with every format; every other shape that there is a kernel for with one format, and with one and
-    a key bias, in turn."""
+    """Published shapes with every format; every other shape that there is a kernel for with one format, and with one
+    and a key bias, in turn."""
     place = HEAD_DIMS.index(head_dim)
     for group in range(1, MAX_GROUP + 1):
         block_size = BLOCK_SIZES[group % len(BLOCK_SIZES)]
