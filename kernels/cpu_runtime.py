@@ -26,8 +26,8 @@ def configure_threads(num_threads: int) -> None:
     available = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     if not 1 <= num_threads <= available:
         raise ValueError(f"threads must be in 1 .. {available} on this machine, not {num_threads}")
-    torch.set_num_threads(num_threads)
     numba.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)  # Last: numba's first call starts its threads, and that sets OpenMP's number.
 
 
 def warm_up(spec: AttentionSpec, layout: BlockLayout, compute_dtype: torch.dtype) -> None:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import MutableMapping
 
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-SPINS = "1000"
-"""A few microseconds: enough between two kernels of a layer."""
+SPINS = "20000"
+"""Some tens of microseconds: enough between two kernels of a layer, which Python calls one after the other."""
 
 
 def limit_spinning(environ: MutableMapping[str, str] = os.environ) -> bool:

@@ -52,7 +52,8 @@ def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Call
 
     def decorate(function: Callable[..., Any]) -> Any:
         before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(CACHE_FOLDER)
+        # Numba's key on disk does not know of `parallel`: in one folder, what was compiled first would be both.
+        numba.config.CACHE_DIR = str(CACHE_FOLDER / ("all-threads" if parallel else "one-thread"))
         try:
             return numba.njit(signature, parallel=parallel, cache=True, nogil=True, error_model="numpy")(function)
         finally:

@@ -91,7 +91,7 @@ class NumbaAttention(EncoderCounts):
     def _prepare(self, batch: AttentionBatch) -> _Workspace:
         """Check a batch once and give it the memory that its layers share."""
         batch.check(self._layout.block_size, len(self._pool), len(self._cos))
-        row_floats = (self._spec.num_q_heads + 1) * self._spec.head_dim
+        row_floats = (self._spec.num_q_heads + self._spec.num_kv_heads) * self._spec.head_dim
         scores = int((batch.positions + 1).sum()) * self._spec.num_q_heads
         parallel = scores >= PARALLEL_SCORES
         return _Workspace(

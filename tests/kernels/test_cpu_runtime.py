@@ -4,13 +4,16 @@ import subprocess
 import sys
 
 import numba
+import numpy as np
 import pytest
 import torch
+from numba import prange
 
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionSpec
+from deepinfer.kernels.cpu import jit
 from deepinfer.kernels.cpu_runtime import configure_threads, describe, warm_up
-from deepinfer.kernels.openmp import limit_spinning
+from deepinfer.kernels.openmp import SPINS, limit_spinning
 
 
 def test_threads_are_set_for_torch_and_numba_and_reported():
@@ -34,18 +37,44 @@ def test_the_threading_layer_that_is_reported_is_the_one_in_use():
     assert layer == "omp" if layer == numba.threading_layer() else layer.startswith("none")
 
 
+def test_a_function_for_all_threads_does_not_load_the_one_for_one_thread_from_disk(tmp_path, monkeypatch):
+    """Both in one cache folder, the one for one thread compiled first: it would then serve as the other."""
+    if jit.THREADING_LAYER != "omp":
+        pytest.skip("numba has no OpenMP here")
+    monkeypatch.setattr(jit, "CACHE_FOLDER", tmp_path)
+
+    def threads_seen(parallel):
+        @jit.compiled(numba.void(numba.int64[::1]), parallel=parallel)
+        def mark(seen):
+            for index in prange(len(seen)):
+                seen[index] = numba.get_thread_id()
+
+        seen = np.full(4, -1)
+        mark(seen)
+        return set(seen)
+
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+        for _ in range(2):
+            assert threads_seen(parallel=False) == {0}
+            assert threads_seen(parallel=True) == set(range(numba.get_num_threads()))
+    finally:
+        numba.set_num_threads(before)
+
+
 def test_spinning_is_limited_unless_the_user_has_chosen():
     mine = {"OMP_WAIT_POLICY": "active"}
     limit_spinning(mine)
     assert mine == {"OMP_WAIT_POLICY": "active"}
     empty = {}
     assert limit_spinning(empty) is False
-    assert empty == {"GOMP_SPINCOUNT": "1000"}
+    assert empty == {"GOMP_SPINCOUNT": SPINS}
 
 
 def test_formats_and_the_spin_limit_need_neither_torch_nor_numba():
     code = (
-        "import sys, deepinfer.kernels as k; from deepinfer.kernels.openmp import limit_spinning; "
+        "import sys, deepinfer.kernels as k; from deepinfer.kernels.openmp import SPINS, limit_spinning; "
         "k.resolve_kv_format('int8').block_bytes(1, 1, 16, 16); "
         "assert limit_spinning({}) and not {'torch', 'numba'} & set(sys.modules)"
     )
