@@ -99,14 +99,14 @@ def status(where: Any, as_json: bool, wait: int | None) -> None:
 
 
 @main.command()
-@runtime_option
+@where_options
 @click.option("--once", is_flag=True, help="Print one frame and end.")
-def top(runtime_dir: Path | None, once: bool) -> None:
-    """Watch a running daemon: requests, blocks, host memory, tokens per second. Ctrl-C ends it."""
+def top(where: Any, once: bool) -> None:
+    """Watch a running daemon: requests, blocks, host memory, tokens per second. Ctrl-C ends it. With --connect, give
+    its metrics_endpoint."""
     from deepinfer.daemon.top import show_top
 
-    with folder_errors():
-        sys.exit(show_top(folder_of(runtime_dir), once))
+    sys.exit(show_top(where, once))
 
 
 @main.command()

@@ -167,6 +167,9 @@ class DaemonConfig(LimitsConfig, EngineConfig):
     control_endpoint: str | None = setting(
         None, "Another address of the control socket, such as tcp://10.0.0.2:5556, beside the one for this user."
     )
+    metrics_endpoint: str | None = setting(
+        None, "Another address for subscribers, such as tcp://10.0.0.2:5557, beside the one for this user."
+    )
     curve: bool = setting(
         False, "Encrypt, and let in listed clients only, also on loopback and ipc. Other addresses always do."
     )
@@ -192,7 +195,7 @@ class DaemonConfig(LimitsConfig, EngineConfig):
 
     def check(self) -> None:
         super().check()
-        for name in ("endpoint", "control_endpoint"):
+        for name in ("endpoint", "control_endpoint", "metrics_endpoint"):
             if getattr(self, name) is not None:
                 check_endpoint(name, getattr(self, name))
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import msgspec
 import zmq
 
+from deepinfer.daemon.second_address import bind_both
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.stages import client_port
-from deepinfer.stages.admission import EndpointError
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
 from deepinfer.stages.curve import Curve
@@ -70,17 +70,7 @@ class ControlStage(Stage):
     def opened(self) -> None:
         self._socket = self.new_socket(zmq.ROUTER, poll=True)
         client_port.configure(self._socket, MAX_FRAME_BYTES)
-        self._socket.bind(self._address)
-        if self._second_address is None:
-            return
-        if self._curve is not None:
-            self._curve.secure(self._socket)
-        try:
-            self._socket.bind(self._second_address)
-        except zmq.ZMQError as error:
-            where = f"control_endpoint: cannot listen on {self._second_address}"
-            raise EndpointError(f"{where}: {error.strerror}") from error
-        self._board.info["control_endpoint"] = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        bind_both(self._socket, self._address, "control_endpoint", self._second_address, self._curve, self._board)
 
     def on_socket(self, socket: zmq.Socket) -> None:
         for identity, *frames in client_port.receive(socket, 16):

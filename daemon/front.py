@@ -19,16 +19,13 @@ from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.control import ControlRequest, ControlStage
 from deepinfer.daemon.display import StartDisplay
 from deepinfer.daemon.gate import Gate, key_store
-from deepinfer.daemon.metrics import Metrics
 from deepinfer.daemon.notify import ServiceManager
-from deepinfer.daemon.prometheus_port import PrometheusPort
-from deepinfer.daemon.publisher import PublisherStage
+from deepinfer.daemon.observation import Observation
 from deepinfer.daemon.reload import Reloader
 from deepinfer.daemon.runtime_folder import AlreadyRunning, FileLock, RuntimeFolder
 from deepinfer.daemon.stacks import all_stacks, dump_on_signal
 from deepinfer.daemon.stopping import CUT_SECONDS, EXIT_CONFIG, EXIT_ENGINE_FAILED, EXIT_OK, Stopping
 from deepinfer.daemon.supervisor import Supervisor
-from deepinfer.daemon.telemetry import PublishedTelemetry
 from deepinfer.daemon.topology import Topology
 from deepinfer.stages.admission import AdmissionStage
 from deepinfer.stages.board import StatusBoard
@@ -67,13 +64,11 @@ class Front:
         self.topology = topology
         self.context = zmq.Context()
         self.board = StatusBoard({"pid": os.getpid(), "instance": secrets.token_hex(8), "model": config.model})
-        self.metrics = Metrics(self.board)
-        self.telemetry = PublishedTelemetry(self.metrics)
-        self.board.on_phase = self._tell_phase
-        self._prometheus: PrometheusPort | None = None
+        self.observation = Observation(config, self.board)
         self.manager = ServiceManager()
         self.stopping = Stopping(config.drain_s, self._tell_admission, self.board, display, self.manager)
         self._endpoint_lock = self._lock_endpoint()
+        self._curve = curve
         self._gate = None if curve is None else Gate(self.context, curve, key_store(config.keys_dir))
         self._reloader = Reloader(config, read_config, self._gate, self._apply)
         self._reload_wished = False
@@ -105,7 +100,7 @@ class Front:
                 return EXIT_OK
             supervisor = Supervisor(self.config, self.folder.path, self.topology, self.board, self._tell_admission)
             tokenizer = load_tokenizer(path)
-            self._open_prometheus_port()
+            self.observation.open_port()
             stages = [self._publisher(), self._admission(tokenizer), self._control()]
             for stage in stages:
                 stage.start()
@@ -125,32 +120,14 @@ class Front:
             self.config.model,
             self.config.limits(),
             self.board,
-            self.telemetry,
+            self.observation.telemetry,
             supervised=True,
-            curve=None if self._gate is None else self._gate.curve,
+            curve=self._curve,
             log_prompts=self.config.log_prompts,
         )
 
-    def _publisher(self) -> PublisherStage:
-        """Started first and stopped last, so that it hears and tells of everything."""
-        return PublisherStage(
-            self.context,
-            "inproc://publisher-inbox",
-            self.topology.metrics,
-            self.board,
-            self.telemetry,
-            self.config.metrics_interval_ms / 1000,
-        )
-
-    def _open_prometheus_port(self) -> None:
-        if self.config.prometheus_port is not None:
-            self._prometheus = PrometheusPort(
-                self.metrics.registry, self.config.prometheus_host, self.config.prometheus_port
-            )
-            self.board.info["prometheus"] = self._prometheus.url
-
-    def _tell_phase(self, phase: str) -> None:
-        self.telemetry.event(phase, **({"error": self.board.error} if phase == "failed" else {}))
+    def _publisher(self) -> Stage:
+        return self.observation.publisher(self.context, self.topology.metrics, self._curve)
 
     def _control(self) -> ControlStage:
         return ControlStage(
@@ -159,14 +136,14 @@ class Front:
             self.topology.control,
             self.board,
             {
-                "metrics": lambda _: self.telemetry.metrics(),
+                "metrics": lambda _: self.observation.telemetry.metrics(),
                 "stop": self._stop,
                 "drain": self._drain,
                 "reload": lambda _: self._reloader.reload(),
                 "dump": self._dump,
             },
             self.config.control_endpoint,
-            None if self._gate is None else self._gate.curve,
+            self._curve,
         )
 
     # --- the watch --------------------------------------------------------------------------------------------
@@ -282,8 +259,7 @@ class Front:
                 steps.callback(self._endpoint_lock.release)
             steps.callback(self.context.term)
             steps.callback(self._outbox.close)
-            if self._prometheus is not None:
-                steps.callback(self._prometheus.close)
+            steps.callback(self.observation.close)
             if self._gate is not None:
                 steps.callback(self._gate.close)
             for stage in stages:

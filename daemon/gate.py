@@ -27,7 +27,8 @@ def curve_of(config: DaemonConfig) -> Curve | None:
 
     Raises ConfigError when keys, or clients that would be let in, are missing.
     """
-    opened = [endpoint for endpoint in (config.endpoint, config.control_endpoint) if endpoint and is_open(endpoint)]
+    endpoints = (config.endpoint, config.control_endpoint, config.metrics_endpoint)
+    opened = [endpoint for endpoint in endpoints if endpoint and is_open(endpoint)]
     if not opened and not config.curve:
         return None
     store = key_store(config.keys_dir)

@@ -12,19 +12,24 @@ from typing import Any
 import msgspec
 import zmq
 
+from deepinfer.daemon.second_address import bind_both
 from deepinfer.daemon.swap_events import SwapWatch
 from deepinfer.daemon.telemetry import Numbered, Outgoing, PublishedTelemetry
 from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.curve import Curve
 from deepinfer.stages.stage import Stage, monotonic
 
 METRICS, EVENTS, REQUESTS, REPLAY = b"metrics", b"events", b"requests", b"replay/"
 TOPICS = (METRICS, EVENTS, REQUESTS)
+SHOWN = ("model", "device", "kv_cache_dtype")
+"""What a snapshot says of the engine."""
 RING = 256
 """Events that are kept for a replay."""
 HIGH_WATER_MARK = 2000
 """Messages that libzmq keeps for one subscriber that does not read; further ones are not sent to it. It hears only now
 and then how many were read, so one that does read is sure of half as many in one turn."""
-MAX_SUBSCRIPTION_BYTES = 256
+MAX_SUBSCRIPTION_BYTES = 2048
+"""Handshakes with CURVE keys are held to it too, and need some 300."""
 SUBSCRIPTIONS_PER_TURN = 256
 BUSY_MS, IDLE_MS = 50, 200
 SNAPSHOT_PAUSE_S = 0.05
@@ -52,9 +57,11 @@ class PublisherStage(Stage):
         telemetry: PublishedTelemetry,
         interval_s: float,
         high_water_mark: int = HIGH_WATER_MARK,
+        second_address: str | None = None,
+        curve: Curve | None = None,
     ) -> None:
         super().__init__(context, inbox, {})
-        self._address = address
+        self._address, self._second_address, self._curve = address, second_address, curve
         self._board = board
         self._telemetry = telemetry
         self._interval = interval_s
@@ -75,7 +82,7 @@ class PublisherStage(Stage):
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
         # No heartbeats: libzmq answers none for a peer whose queue is full, so a slow reader would be cut off.
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self._socket.bind(self._address)
+        bind_both(self._socket, self._address, "metrics_endpoint", self._second_address, self._curve, self._board)
 
     def failed(self, error: BaseException) -> None:
         super().failed(error)
@@ -137,7 +144,12 @@ class PublisherStage(Stage):
 
     def _publish_snapshot(self) -> None:
         board = self._board
-        fields = {"phase": board.phase, "interval_s": self._interval, "metrics": self._telemetry.metrics()}
+        fields = {
+            "phase": board.phase,
+            "engine": {name: board.summary[name] for name in SHOWN if name in board.summary},
+            "interval_s": self._interval,
+            "metrics": self._telemetry.metrics(),
+        }
         self._send(METRICS, _encoder.encode(self._message(Numbered.now(self._snapshots, fields))))
         self._snapshots += 1
 

@@ -14,7 +14,9 @@ import msgpack
 import zmq
 from rich.live import Live
 
-from deepinfer.daemon.commands import EXIT_HUNG, EXIT_READY, NoDaemon, connection, control
+from deepinfer.clients.discovery import Connection
+from deepinfer.clients.keys import use_keys
+from deepinfer.daemon.commands import EXIT_HUNG, EXIT_READY, NoDaemon, connection
 from deepinfer.daemon.display import wide_console
 from deepinfer.daemon.top_frame import EVENTS_SHOWN, frame
 from deepinfer.stages.board import FINAL
@@ -26,8 +28,7 @@ PATIENCE_SECONDS = 5.0
 class View:
     """The frame to be shown after each message; None before there are two snapshots."""
 
-    def __init__(self, status: dict[str, Any]) -> None:
-        self._status = status
+    def __init__(self) -> None:
         self._snapshots: deque[dict[str, Any]] = deque(maxlen=2)
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_SHOWN)
 
@@ -43,15 +44,17 @@ class View:
         if len(self._snapshots) < 2:
             return None
         before, now = self._snapshots
-        return frame(self._status, before, now, list(self._events))
+        return frame(before, now, list(self._events))
 
 
-def messages(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def messages(where: Path | Connection) -> Iterator[tuple[str, dict[str, Any]]]:
     """Topic and message, as they come, until the daemon's last event. Raises NoDaemon when there is no daemon."""
-    endpoint = connection(folder)["metrics_endpoint"]
+    endpoint = where.endpoint if isinstance(where, Connection) else connection(where)["metrics_endpoint"]
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)
+    if isinstance(where, Connection) and where.curve is not None:
+        use_keys(socket, where.curve)
     socket.connect(endpoint)
     for topic in ("metrics", "events", f"replay/{secrets.token_hex(8)}"):
         socket.subscribe(topic)
@@ -59,8 +62,9 @@ def messages(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         while True:
             if not socket.poll(int(patience * 1000)):
-                connection(folder)
-                raise NoDaemon(f"the daemon in {folder} lives and publishes nothing", EXIT_HUNG)
+                if isinstance(where, Path):
+                    connection(where)  # Raises when there is no daemon any more.
+                raise NoDaemon(f"nothing is published at {endpoint}", EXIT_HUNG)
             topic, message = socket.recv_string(), msgpack.unpackb(socket.recv())
             patience = message.get("interval_s", patience - PATIENCE_SECONDS) + PATIENCE_SECONDS
             yield topic, message
@@ -71,14 +75,14 @@ def messages(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         context.term()
 
 
-def show_top(folder: Path, once: bool) -> int:
+def show_top(where: Path | Connection, once: bool) -> int:
     """Until Ctrl-C, or for one frame. Returns the exit code."""
     console = wide_console()
     try:
-        view = View(control(folder, "status"))
+        view = View()
         with contextlib.ExitStack() as stack:
             live = None if once else stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
-            for topic, message in messages(folder):
+            for topic, message in messages(where):
                 view.take(topic, message)
                 shown = view.frame()
                 if shown is None or topic != "metrics":

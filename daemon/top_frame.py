@@ -18,15 +18,15 @@ STATES = ("waiting", "prefill", "decode", "swapping_out", "swapped", "swapping_i
 Message = Mapping[str, Any]
 
 
-def frame(status: Mapping[str, Any], before: Message, now: Message, events: Sequence[Message]) -> RenderableType:
-    """`status` is what the control socket answered once; `before` and `now` are messages of the topic `metrics`, one
-    interval apart; `events` the latest ones, oldest first. Rates are between the two."""
+def frame(before: Message, now: Message, events: Sequence[Message]) -> RenderableType:
+    """`before` and `now` are messages of the topic `metrics`, one interval apart, and rates are between the two;
+    `events` are the latest ones, oldest first."""
     rows = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     rows.add_column(style="dim")
     rows.add_column()
     for name, cell in _rows(Interval(before, now)):
         rows.add_row(name, cell)
-    return Group(_head(status, now), rows, *(_event_line(event) for event in events[-EVENTS_SHOWN:]))
+    return Group(_head(now), rows, *(_event_line(event) for event in events[-EVENTS_SHOWN:]))
 
 
 class Interval:
@@ -53,8 +53,8 @@ class Interval:
         return (new["sum"] - old["sum"]) / count if count else None
 
 
-def _head(status: Mapping[str, Any], now: Message) -> Text:
-    engine = status["engine"]
+def _head(now: Message) -> Text:
+    engine = now["engine"]
     style = {"ready": "bold green", "draining": "bold yellow", "restarting": "bold yellow"}.get(
         now["phase"], "bold red"
     )

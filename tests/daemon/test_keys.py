@@ -221,6 +221,7 @@ def test_an_open_daemon_serves_clients_that_are_allowed_and_no_others(tiny_path,
     address = own_address()
     options = [
         *("--endpoint", f"tcp://{address}:*", "--control-endpoint", f"tcp://{address}:*"),
+        *("--metrics-endpoint", f"tcp://{address}:*"),
         *("--keys-dir", str(store.folder), "--num-blocks", "32"),
     ]
     with running(tiny_path, folder, *options) as daemon:
@@ -257,6 +258,15 @@ def test_an_open_daemon_serves_clients_that_are_allowed_and_no_others(tiny_path,
             "status", "--json", "--connect", status["control_endpoint"], *keys, runtime_dir=tmp_path / "none"
         )
         assert json.loads(remote.stdout)["instance"] == connection["instance"]
+        watched = run_cli(
+            "top", "--once", "--connect", status["metrics_endpoint"], *keys, runtime_dir=tmp_path / "none"
+        )
+        assert watched.stdout.startswith("ready"), watched.stderr
+        unlisted = ["--server-key", server_key, "--key-file", str(stranger.secret)]
+        unseen = run_cli(
+            "top", "--once", "--connect", status["metrics_endpoint"], *unlisted, runtime_dir=tmp_path / "none"
+        )
+        assert unseen.returncode == 4
         denied = run_cli("status", "--connect", status["control_endpoint"], runtime_dir=tmp_path / "none")
         assert denied.returncode == 4
         assert daemon.cli("stop").returncode == 0

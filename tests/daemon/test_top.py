@@ -9,7 +9,7 @@ from rich.console import Console
 
 from deepinfer.daemon.top import View
 
-STATUS = {"engine": {"model": "m", "device": "cpu", "kv_cache_dtype": "int8"}}
+ENGINE = {"model": "m", "device": "cpu", "kv_cache_dtype": "int8"}
 BEFORE = {
     "deepinfer_generation_tokens_total": 100,
     "deepinfer_prompt_tokens_computed_total": 0,
@@ -48,11 +48,12 @@ def text(view: View) -> str:
 
 
 def snapshot(time: float, metrics: dict[str, Any], phase: str = "ready") -> dict[str, Any]:
-    return {"v": 1, "seq": 0, "time": time, "phase": phase, "interval_s": 2.0, "metrics": metrics}
+    engine = ENGINE if metrics else {}
+    return {"v": 1, "seq": 0, "time": time, "phase": phase, "engine": engine, "interval_s": 2.0, "metrics": metrics}
 
 
 def test_a_frame_needs_two_snapshots_and_shows_rates_between_them():
-    view = View(STATUS)
+    view = View()
     view.take("metrics", snapshot(10.0, BEFORE))
     assert view.frame() is None
     view.take("metrics", snapshot(12.0, NOW))
@@ -76,7 +77,7 @@ def test_a_frame_needs_two_snapshots_and_shows_rates_between_them():
 
 
 def test_nothing_is_made_up_while_there_is_no_engine():
-    view = View({"engine": {}})
+    view = View()
     for time in (10.0, 11.0):
         view.take("metrics", snapshot(time, {}, "restarting"))
     shown = text(view)
@@ -86,7 +87,7 @@ def test_nothing_is_made_up_while_there_is_no_engine():
 
 
 def test_events_show_once_however_often_they_come_and_the_latest_stay():
-    view = View(STATUS)
+    view = View()
     events = [{"v": 1, "seq": seq, "event": "preempted", "request": seq} for seq in range(9)]
     view.take("events", events[7])
     view.take("replay/x", {"events": events[:8]})
