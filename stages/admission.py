@@ -44,6 +44,7 @@ from deepinfer.stages.protocol import (
 from deepinfer.stages.protocol_events import encode_error, encode_reply
 from deepinfer.stages.stage import Stage, monotonic
 from deepinfer.stages.telemetry import Telemetry
+from deepinfer.stages.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ IDLE_MS = 200
 MAX_PENDING_IDS = 8192
 """Tokens that wait for one client that does not read, over all its streams."""
 GOODBYE_SECONDS = 0.3
+STARTED = -1
+"""The turn of a request that waits no more."""
 ENDS_REMEMBERED = 32
 RETRY_AFTER_S = 1.0
 """What is said when the queue is full and nothing has ended yet."""
@@ -108,6 +111,7 @@ class AdmissionStage(Stage):
         self._cut = False
         self._next_rid = 1
         self._by_stream: dict[tuple[bytes, RequestId], int] = {}
+        self._turns = Turns()
         self._streams: Counter[bytes] = Counter()
         """Live streams by connection."""
         self._blocked: dict[int, float] = {}
@@ -289,7 +293,14 @@ class AdmissionStage(Stage):
             self._engine.moved(item.rid)
             self._flush(live)
 
+    def _leave_turn(self, live: LiveRequest, started: bool) -> None:
+        """Once for every request. One that was started goes before all that wait, should its engine die."""
+        if live.waits:
+            live.waits, live.turn = False, STARTED
+            self._turns.leave(live.priority, live.route.identity, started)
+
     def _take_token(self, live: LiveRequest, item: messages.TokenItem) -> None:
+        self._leave_turn(live, started=True)
         choice = live.choice(item.rid)
         before = choice.clock.last_token
         live.token(item)
@@ -406,6 +417,7 @@ class AdmissionStage(Stage):
         if op.deadline_ms is not None:
             heapq.heappush(self._deadlines, (monotonic() + op.deadline_ms / 1000, live.rid))
             self._prune_deadlines()
+        live.turn, live.waits = self._turns.take(live.priority, route.identity), True
         self._engine.submit(live)
         live.accept()
         self._flush(live)
@@ -503,6 +515,7 @@ class AdmissionStage(Stage):
 
     def _forget(self, live: LiveRequest) -> None:
         self._record(live)
+        self._leave_turn(live, started=False)
         self._live.pop(live.rid, None)
         for choice in live.choices:
             self._by_choice.pop(choice.rid, None)

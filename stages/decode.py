@@ -122,7 +122,7 @@ class DecodeStage(Stage):
             return
         self._requests[message.rid] = request
         keys = request.keys([]) if self._ledger.tree is not None else []
-        self._residency.submit(message.rid, request.length, total, message.priority, keys, leader)
+        self._residency.submit(message.rid, request.length, total, message.priority, keys, leader, message.turn)
 
     def _on_cancel(self, message: Cancel) -> None:
         if message.rid in self._requests:

@@ -52,7 +52,11 @@ class LiveRequest:
         self.client_id = client_id
         self.prompt = prompt
         self.choices = choices
-        self._priority = priority
+        self.priority = priority
+        self.turn = 0
+        """Its place among those that wait; see `turns`."""
+        self.waits = False
+        """It has a turn and was not started yet."""
         self._cache_salt = cache_salt
         self._stream = stream
         self._model = model
@@ -91,8 +95,9 @@ class LiveRequest:
             params=choice.params,
             generated=np.asarray(choice.generated, dtype="<i4").tobytes(),
             clock=_clock(choice),
-            priority=self._priority,
+            priority=self.priority,
             cache_salt=self._cache_salt,
+            turn=self.turn,
         )
 
     # --- what happens to it -----------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class Submit(Message, frozen=True, tag="submit"):
     priority: int = 0
     cache_salt: str = ""
     """Only requests with the same salt share prefix blocks."""
+    turn: int = 0
+    """Among newcomers of equal priority, lower ones go first; see `turns`."""
     forks: tuple[Fork, ...] = ()
     """Further requests that begin with the same tokens, and continue with seeds of their own."""
 

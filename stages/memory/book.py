@@ -29,9 +29,10 @@ class Book:
         """Those that want to come in."""
         return [entry for entry in self.in_state(State.SWAPPED, State.WAITING) if entry.leader is None]
 
-    def queue_order(self, entry: Entry) -> tuple[bool, int, bool, int]:
-        """The claimant, then by priority; parked ones before newcomers; then by arrival."""
-        return (entry.rid != self.claimant, -entry.priority, entry.parks == 0, entry.arrival)
+    def queue_order(self, entry: Entry) -> tuple[bool, int, bool, int, int]:
+        """The claimant, then by priority; parked ones before newcomers, which go by their turns; then by arrival."""
+        turn = 0 if entry.parks else entry.turn
+        return (entry.rid != self.claimant, -entry.priority, entry.parks == 0, turn, entry.arrival)
 
     def residents(self) -> int:
         """Requests that hold blocks and are not parked."""

@@ -32,6 +32,8 @@ class Entry:
     total: int
     """Tokens whose keys and values will ever be stored, if it runs to its limit."""
     priority: int = 0
+    turn: int = 0
+    """Of a newcomer: lower ones come first. Whose turn it is, admission decides."""
     leader: int | None = None
     """A fork of this request: it waits until the common prompt is stored, and begins with the same blocks."""
     keys: list[bytes] = field(default_factory=list)

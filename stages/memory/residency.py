@@ -43,10 +43,11 @@ class Residency:
         priority: int = 0,
         keys: Sequence[bytes] = (),
         leader: int | None = None,
+        turn: int = 0,
     ) -> None:
         """`length` tokens are known; at most `total` will be stored. `fits_alone(total)` must hold. `keys` are those of
         the full blocks among the known tokens. `leader` has the same known tokens and has not begun: this one is its
-        fork."""
+        fork. `turn`: among newcomers of equal priority, lower ones come first."""
         self._arrivals += 1
         entry = self.entries[rid] = Entry(
             rid=rid,
@@ -54,6 +55,7 @@ class Residency:
             length=length,
             total=total,
             priority=priority,
+            turn=turn,
             leader=leader,
             keys=list(keys),
         )

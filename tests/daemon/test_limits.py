@@ -62,3 +62,17 @@ def test_a_full_queue_says_which_limit_and_when_to_try_again(tiny_path):
             assert refused.value.details["limit"] == "max_queue"
             assert [len(stream.result().ids) for stream in streams] == [400] * 3
         second.close()
+
+
+def test_a_thousand_requests_of_one_connection_do_not_hold_up_the_one_of_another(tiny_path):
+    with Engine(tiny_path, num_blocks=64, max_running=2) as engine:
+        other = Client(engine.topology.clients, context=engine.context)
+        crowd = [engine.generate("x", max_new_tokens=4, ignore_eos=True) for _ in range(1000)]
+        next(iter(crowd[0]))
+        assert len(other.complete("x", max_new_tokens=4, ignore_eos=True).ids) == 4
+        waiting = engine.status()["requests"]["live"]
+        assert waiting > 800
+        for stream in crowd:
+            stream.cancel()
+        assert all(stream.result().finish_reason in ("length", "cancelled") for stream in crowd)
+        other.close()
