@@ -71,6 +71,7 @@ class PublisherStage(Stage):
         """The subscribed prefixes of our topics; few, whatever subscribers say."""
         self._replays: set[bytes] = set()
         self._swaps = SwapWatch()
+        self._hung = ""
         self._snapshots = 0
         self._last_snapshot = self._next_snapshot = 0.0
 
@@ -128,12 +129,20 @@ class PublisherStage(Stage):
         return BUSY_MS if self._wanted else IDLE_MS
 
     def _publish_queues(self) -> None:
-        moved = self._swaps.moved(self._board.stats)
-        if moved is not None:
-            self._telemetry.event("swap", **moved)
+        self._look_at_board()
         for message in self._drained(EVENTS, self._telemetry.events):
             self._ring.append(message)
         self._drained(REQUESTS, self._telemetry.requests)
+
+    def _look_at_board(self) -> None:
+        """What nobody reports, because it shows only in what others wrote there."""
+        moved = self._swaps.moved(self._board.stats)
+        if moved is not None:
+            self._telemetry.event("swap", **moved)
+        hung = self._board.hung
+        if hung != self._hung:
+            self._hung = hung
+            self._telemetry.event("hung", stage=hung or None)
 
     def _drained(self, topic: bytes, queue: Outgoing) -> list[dict[str, Any]]:
         messages = [self._message(numbered) for numbered in queue.take()]

@@ -160,6 +160,25 @@ def test_a_replay_reaches_only_who_asked_for_it_with_the_numbers_of_old(folder):
         assert not early.poll(300)
 
 
+def test_swaps_and_hangs_that_show_on_the_board_become_events(folder):
+    with publisher(folder) as running:
+        listener = running.listener("events")
+        running.board.stats = {
+            "requests_swapped_total": 2,
+            "kv_cpu_offload_bytes_total": 4096,
+            "cpu_offload_seconds": 0.5,
+        }
+        event = take(listener, "events")
+        assert event["event"] == "swap"
+        assert (event["requests_out"], event["bytes_out"], event["seconds_out"]) == (2, 4096, 0.5)
+        assert event["requests_in"] == 0
+        running.board.hung = "decode"
+        assert take(listener, "events")["stage"] == "decode"
+        running.board.hung = ""
+        assert take(listener, "events")["stage"] is None
+        assert not listener.poll(200)
+
+
 def test_a_full_queue_gives_up_the_oldest_counts_it_and_the_numbers_show_it():
     metrics = Metrics(StatusBoard({}))
     queue = Outgoing(metrics.dropped.labels("events"), size=3)
@@ -229,10 +248,11 @@ def test_memory_does_not_grow_by_subscribers_that_come_and_go(folder):
 
 def test_a_publisher_that_dies_shows_in_status(folder):
     with publisher(folder) as running:
+        listener = running.listener("events")
         running.telemetry.events.put({"event": object()})
-        running.listener_died = running.subscribe("events")
         give_up = time.monotonic() + 20
         while "publisher_error" not in running.board.status():
             assert time.monotonic() < give_up
             time.sleep(0.02)
         assert "TypeError" in running.board.status()["publisher_error"]
+        assert not listener.poll(0)
