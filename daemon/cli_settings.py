@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any
 import click
 from rich.table import Table
 
+from deepinfer.daemon.cli_common import EXIT_CONFIG, fail
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.display import wide_console
 from deepinfer.daemon.options import options_of
 from deepinfer.daemon.sources import gather
-
-EXIT_CONFIG = 78
 
 
 class ByteSize(click.ParamType):
@@ -52,8 +50,7 @@ def config_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        click.secho(f"error: {error}", err=True, fg="red")
-        sys.exit(EXIT_CONFIG)
+        fail(str(error), EXIT_CONFIG)
 
 
 @click.group("config")

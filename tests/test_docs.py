@@ -47,6 +47,40 @@ def test_every_setting_is_read_somewhere():
         assert re.search(rf"\.{field.name}\b", code), f"nothing reads {field.name}"
 
 
+def test_the_operations_page_names_the_settings_that_reload_takes_over():
+    from dataclasses import fields
+
+    from deepinfer.daemon.config import DaemonConfig
+
+    page = (ROOT / "docs" / "operations.md").read_text()
+    named = page.split("<!-- live settings -->")[1].split("<!-- end of live settings -->")[0]
+    live = {field.name for field in fields(DaemonConfig) if field.metadata["live"]}
+    assert set(re.findall(r"`(\w+)`", named)) == live
+
+
+def test_the_unit_of_the_operations_page_fits_the_daemon():
+    import configparser
+
+    from click.testing import CliRunner
+
+    from deepinfer.daemon.cli import main
+    from deepinfer.daemon.config import DaemonConfig
+    from deepinfer.daemon.stopping import CUT_SECONDS, EXIT_CONFIG
+
+    page = (ROOT / "docs" / "operations.md").read_text()
+    unit = configparser.ConfigParser()
+    unit.read_string(page.split("```ini\n")[1].split("```")[0])
+    service = unit["Service"]
+    _, command, *arguments = service["ExecStart"].split()
+    shown = CliRunner().invoke(main, ["config", "show", *arguments])
+    assert (command, shown.exit_code) == ("start", 0), shown.output
+    defaults = DaemonConfig()
+    assert int(service["TimeoutStartSec"]) >= defaults.start_timeout_s
+    assert int(service["TimeoutStopSec"]) > defaults.drain_s + CUT_SECONDS
+    assert int(service["WatchdogSec"]) > defaults.hang_timeout_s
+    assert int(service["RestartPreventExitStatus"]) == EXIT_CONFIG
+
+
 FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 FORBIDDEN_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized"}
