@@ -25,6 +25,9 @@ __device__ __forceinline__ float dot4(const float* four, const float* other) {
     return fma_rn(x.x, other[0], fma_rn(x.y, other[1], fma_rn(x.z, other[2], x.w * other[3])));
 }
 
+// A one-byte codec's elements come twice as fast, so its loops must cost less for each; few heads leave the registers.
+constexpr int SCORE_UNROLL = K::ITEM_BYTES == 1 && GROUP <= 2 ? 2 : 1;
+
 // Scores of one K tile: thread = token and slice. Those of tokens past the context mean nothing and are not read.
 __device__ __forceinline__ void score_tile(const u8* stage, const float* queries, const u16* k_scales, float* scores) {
     constexpr int QUADS = 4 / K::ITEM_BYTES;
@@ -32,7 +35,7 @@ __device__ __forceinline__ void score_tile(const u8* stage, const float* queries
     const u8* keys = stage + row * KTile::ROW_BYTES + slice * 16;
     float sums[GROUP] = {};
     K::Memory memory;
-#pragma unroll 1
+#pragma unroll(SCORE_UNROLL)
     for (int j = 0; j < KTile::PIECES_EACH; ++j) {
         const Words4 loaded = *reinterpret_cast<const Words4*>(keys + j * K_SLICES * 16);
         const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
@@ -101,7 +104,7 @@ __device__ __forceinline__ void load_probabilities(const float* row, float* valu
 }
 
 // As much as the registers of CTAS_PER_SM allow without spilling.
-constexpr int MIX_UNROLL = GROUP <= 4 ? 4 : K::ITEM_BYTES == V::ITEM_BYTES ? 2 : 1;
+constexpr int MIX_UNROLL = V::ITEM_BYTES == 1 && GROUP <= 2 ? 8 : GROUP <= 4 ? 4 : K::ITEM_BYTES == V::ITEM_BYTES ? 2 : 1;
 
 // Adds one V tile: thread = four dimensions of every TOKENS_AT_ONCE-th token.
 constexpr int ROW_THREADS = HEAD_DIM / 4, TOKENS_AT_ONCE = THREADS / ROW_THREADS;

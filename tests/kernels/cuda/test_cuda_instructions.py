@@ -18,13 +18,11 @@ def cost(fmt, head_dim, group):
     return sum(instructions_per_element(loop, group) for loop in loops(fmt, head_dim, group))
 
 
-@pytest.mark.parametrize(("group", "limit"), [(1, 1.56), (2, 1.5), (3, 1.5), (7, 1.5), (8, 1.5)])
-def test_one_byte_formats_cost_at_most_half_more_instructions_than_fp16(group, limit):
-    """One query head for each KV head is the exception: there is then too little arithmetic to decode E4M3 under."""
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8])
+def test_one_byte_formats_cost_at_most_half_more_instructions_than_fp16(group):
     baseline = cost("fp16", 128, group)
     for fmt in ("int8", "e4m3", "e5m2", "e4m3/e5m2"):
-        bound = limit if fmt == "e4m3" else 1.5
-        assert cost(fmt, 128, group) <= bound * baseline, f"{fmt}: {cost(fmt, 128, group)} against {baseline}"
+        assert cost(fmt, 128, group) <= 1.5 * baseline, f"{fmt}: {cost(fmt, 128, group)} against {baseline}"
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "int8", "e4m3", "e5m2"])
