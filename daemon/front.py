@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -216,7 +217,8 @@ class Front:
     def _install_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.stopping.on_signal)
-        signal.signal(signal.SIGHUP, self._on_hangup)
+        # On a terminal it says that the terminal has gone; elsewhere it is what a service manager sends for a reload.
+        signal.signal(signal.SIGHUP, self.stopping.on_signal if sys.stderr.isatty() else self._on_hangup)
         dump_on_signal()
 
     def _on_hangup(self, *_: Any) -> None:

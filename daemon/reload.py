@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -28,10 +29,15 @@ class Reloader:
     ) -> None:
         self._config = config
         self._read, self._gate, self._apply = read, gate, apply
+        self._lock = threading.Lock()
 
     def reload(self) -> dict[str, Any]:
         """What has changed now, what would with a restart, and how many clients are allowed. Raises ConfigError; then
         nothing has changed."""
+        with self._lock:
+            return self._reload()
+
+    def _reload(self) -> dict[str, Any]:
         wished = self._read()
         allowed = None if self._gate is None else self._gate.reload()
         before, after = asdict(self._config), asdict(wished)

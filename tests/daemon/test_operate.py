@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from daemon_process import Daemon, nothing_left, run_cli, running
+from daemon_process import CLI, Daemon, nothing_left, run_cli, running
 from test_processes import wait_gone
 
 from deepinfer.clients import AccessDeniedError, Client, DeepInferError
@@ -261,6 +264,34 @@ def test_without_a_service_manager_or_with_a_dead_one_nothing_happens(tmp_path):
         assert environ == {}
         for say in (lambda manager=manager: manager.ready("x"), manager.alive, manager.reloading, manager.stopping):
             say()
+
+
+def test_on_a_terminal_it_speaks_to_people_and_ends_when_the_terminal_goes(tiny_path, folder):
+    ours, theirs = pty.openpty()
+    command = [*CLI, "start", "--model", str(tiny_path), "--runtime-dir", str(folder), "--num-blocks", "32"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # The other side has closed it.
+            while chunk := os.read(ours, 4096):
+                shown.extend(chunk)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    try:
+        until(lambda: b"connection file" in shown, 90)
+        assert b"32 blocks" in shown
+        assert b'"level"' not in shown
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        reading.join()
+        os.close(ours)
+    nothing_left(folder)
 
 
 def test_logs_shows_and_follows_the_log_of_a_detached_daemon(tiny_path, folder):
