@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from deepinfer.daemon.config import EngineConfig
+from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.display import wide_console
 from deepinfer.daemon.planner import (
     Demand,
@@ -21,6 +21,7 @@ from deepinfer.daemon.planner import (
     rows_at_once,
 )
 from deepinfer.daemon.target import Target, described
+from deepinfer.kernels.cuda.decode_plan import DecodePlan
 from deepinfer.stages.model import open_checkpoint, resolve_model
 from deepinfer.stages.model.checkpoint import Checkpoint
 
@@ -53,6 +54,8 @@ def show_plan(config: EngineConfig, memory: int | None, as_json: bool) -> None:
     try:
         target = described(config.device, memory)
         demand = demand_of(checkpoint, config, target)
+        if target.cuda_kernels:
+            _check_kernels(demand)
         plan = plan_memory(config, demand, target)
         names = dict.fromkeys([demand.kv_format.name, *FORMATS])
         capacities = [capacity_of(name, checkpoint, config, target) for name in names]
@@ -62,6 +65,16 @@ def show_plan(config: EngineConfig, memory: int | None, as_json: bool) -> None:
         print(json.dumps(_as_json(config, plan, demand, capacities), indent=1))
     else:
         _print(config, plan, demand, capacities)
+
+
+def _check_kernels(demand: Demand) -> None:
+    """What a start would refuse. Raises ConfigError."""
+    model, layout = demand.model, demand.layout
+    group = model.num_q_heads // model.num_kv_heads
+    try:
+        DecodePlan(layout.k, layout.v, model.head_dim, group, layout.block_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _as_json(config: EngineConfig, plan: MemoryPlan, demand: Demand, capacities: list[Capacity]) -> dict:

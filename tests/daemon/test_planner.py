@@ -269,6 +269,17 @@ def test_plan_needs_no_gpu_and_reads_no_weights(three_b):
     assert "of host memory" in table
 
 
+def test_plan_refuses_what_has_no_kernel_on_that_device(three_b):
+    arguments = ["--model", str(three_b), "--device", "cuda", "--memory", "8GiB"]
+    for wish, words in (
+        (["--block-size", "128"], "no CUDA kernel for block size 128"),
+        (["--kv-cache-dtype", "fp32"], "no CUDA kernel stores K as fp32"),
+    ):
+        refused = run_plan(*arguments, *wish)
+        assert refused.exit_code == 78
+        assert words in refused.output
+
+
 @pytest.mark.parametrize("size", ["4x", "-1", "0", "GiB", ""])
 def test_a_memory_size_that_is_none_is_refused(size):
     assert run_plan("--memory", size).exit_code == 2
