@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 from tiny import save_tiny_llama
@@ -56,6 +60,50 @@ def test_graphs_on_equals_graphs_off(smollm2_path, kv_format):
         return answer
 
     assert answers(True) == answers(False)
+
+
+def test_graphs_on_equals_graphs_off_where_contexts_cross_their_buckets(smollm2_path):
+    settings = {"num_blocks": 256, "kv_cache_dtype": "int8", "batch_invariant": True, "dtype": "bf16"}
+    prompts = ["a " * 500, "b " * 20]
+
+    def answers(cuda_graphs: bool) -> list[tuple[int, ...]]:
+        with Engine(smollm2_path, device="cuda", cuda_graphs=cuda_graphs, **settings) as engine:
+            streams = [engine.generate(prompt, max_new_tokens=300, ignore_eos=True) for prompt in prompts]
+            answer = [stream.result().ids for stream in streams]
+            graphs = engine.host.executor.graphs
+        assert graphs is None or len({context for _, context in graphs.captured}) >= 2
+        return answer
+
+    assert answers(True) == answers(False)
+
+
+def test_prompts_computed_beside_decoding_change_nothing(smollm2_path):
+    """Long prompts come in while others decode, in a pool so small that blocks change hands and requests move out."""
+    prompts = [f"{number} " + "word " * 150 for number in range(8)]
+    settings = {"device": "cuda", "kv_cache_dtype": "int8", "batch_invariant": True, "dtype": "bf16"}
+    fields = {"max_new_tokens": 60, "ignore_eos": True}
+    with Engine(smollm2_path, num_blocks=256, prefix_cache=False, **settings) as engine:
+        alone = [engine.complete(prompt, **fields).ids for prompt in prompts]
+    with Engine(smollm2_path, num_blocks=40, residency_quantum=1, prefill_chunk_tokens=64, **settings) as engine:
+        assert engine.status()["engine"]["prefill_beside_decode"] is True
+        streams = [engine.generate(prompt, **fields) for prompt in prompts]
+        results = [stream.result() for stream in streams]
+    assert [result.ids for result in results] == alone
+    assert sum(result.preemptions for result in results) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_the_sanitizer_finds_nothing_in_any_kernel(tool):
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    command = [sys.executable, "-m", "deepinfer.daemon.cli", "validate-kernels", "--device", "cuda"]
+    result = subprocess.run(
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", *command], capture_output=True, text=True, timeout=1800
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
 def test_the_real_model_answers_on_the_card(smollm2_path):
