@@ -87,6 +87,10 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=WIDE)
 
 
+WATCHED_BY = ("metrics_endpoint", "prometheus", "publisher_error")
+"""Shown when they are there: where else subscribers and Prometheus come in, and why nothing is published any more."""
+
+
 def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Effective values of a running daemon, for people."""
     engine = status["engine"]
@@ -118,6 +122,7 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("swap", arena),
         ("endpoint", str(status["endpoint"])),
+        *((name.replace("_", " "), status[name]) for name in WATCHED_BY if name in status),
     ]
 
 

@@ -80,6 +80,7 @@ def test_subscribers_hear_of_a_daemon_from_ready_to_stopped(tiny_path, folder):
         assert after["metrics"]["deepinfer_request_success_total"] == {"length": 1}
         status = json.loads(daemon.cli("status", "--json").stdout)
         assert status["prometheus"].startswith("http://127.0.0.1:")
+        assert status["prometheus"] in daemon.cli("status").stdout
         scraped = urllib.request.urlopen(status["prometheus"], timeout=20).read().decode()
         assert "deepinfer_generation_tokens_total 7.0" in scraped.splitlines()
         assert daemon.cli("stop").returncode == 0
