@@ -123,8 +123,6 @@ def test_the_control_socket_answers_metrics_while_everything_else_is_busy(daemon
         context.destroy(linger=0)
         assert busy > 0
         assert statistics.median(seconds) < ANSWER_SECONDS
-        for stream in streams:
-            assert stream.result().usage["completion_tokens"] == 150
 
 
 def test_top_once_prints_one_frame_of_what_goes_on(daemon):
