@@ -17,7 +17,7 @@ from deepinfer.stages.memory.sizes import blocks_for
 FORMATS = ["auto", "fp16", "int8", "fp8", "e5m2"]
 PROMPT = "The quick brown fox jumps"
 FIELDS = {"max_new_tokens": 24, "ignore_eos": True, "logprobs": 1}
-BY_BLOCK = {"offload_unit": "block", "batch_invariant": True, "block_size": 8}
+BY_BLOCK = {"offload_unit": "block", "batch_invariant": True, "block_size": 8, "threads": 1}
 
 
 def once_before_each_token(at: dict[str, int]) -> Callable[[Any], bool]:

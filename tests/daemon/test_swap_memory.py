@@ -33,7 +33,7 @@ class KeptCopies:
 @pytest.mark.parametrize(("offload_unit", "leaks"), [("request", False), ("block", False), ("block", True)])
 def test_the_process_does_not_grow_over_a_thousand_swaps(tiny_path, offload_unit, leaks):
     """Resident memory of this process, in which all stages run, after one request with as many swaps to warm up."""
-    settings = {"num_blocks": 64, "block_size": 8, "max_cpu_offload_mb": 8, "offload_unit": offload_unit}
+    settings = {"num_blocks": 64, "block_size": 8, "max_cpu_offload_mb": 8, "offload_unit": offload_unit, "threads": 1}
     with Engine(tiny_path, copy=KeptCopies(leaks), **settings) as engine:
         last: dict[int, int] = {}
 
