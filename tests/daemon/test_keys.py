@@ -7,7 +7,6 @@ import json
 import socket
 import stat
 
-import msgpack
 import pytest
 import zmq
 from click.testing import CliRunner
@@ -272,21 +271,3 @@ def test_an_open_daemon_serves_clients_that_are_allowed_and_no_others(tiny_path,
         assert daemon.cli("stop").returncode == 0
         assert daemon.wait_end() == 0
         nothing_left(folder)
-
-
-def test_keys_can_guard_a_private_address_too(tiny_path, folder, store):
-    store.new_server()
-    with running(tiny_path, folder, "--curve", "--keys-dir", str(store.folder), "--num-blocks", "32") as daemon:
-        with Client(folder) as client:
-            assert client.ping()["phase"] == "ready"
-        with pytest.raises(AccessDeniedError):
-            Client(daemon.connection["endpoint"])
-        assert oct((folder / "daemon.json").stat().st_mode & 0o777) == "0o600"
-        context = zmq.Context()
-        plain = context.socket(zmq.DEALER)
-        plain.setsockopt(zmq.LINGER, 0)
-        plain.connect(daemon.connection["endpoint"])
-        plain.send(msgpack.packb({"v": 1, "op": "ping", "id": 1}))
-        assert not plain.poll(1000)
-        plain.close()
-        context.term()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from daemon_process import running
 
 from deepinfer.clients import Client, DeepInferError
 from deepinfer.daemon.config import DaemonConfig, LimitsConfig
@@ -22,26 +21,19 @@ def test_every_limit_of_the_protocol_is_a_setting_with_the_same_default():
     assert DaemonConfig(max_stops=3).limits() == Limits(max_stops=3)
 
 
-@pytest.fixture
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("d", numbered=True) / "run"
-
-
-def test_limits_are_published_and_enforced(tiny_path, folder):
-    options = ["--max-stops", "2", "--max-prompt-chars", "50", "--max-new-tokens", "30", "--num-blocks", "64"]
-    with running(tiny_path, folder, *options) as daemon, Client(folder) as client:
-        published = daemon.connection["limits"]
+def test_limits_are_published_and_enforced(tiny_path):
+    with Engine(tiny_path, num_blocks=64, limits=Limits(max_stops=2, max_prompt_chars=50, max_new_tokens=30)) as engine:
+        published = engine.status()["limits"]
         assert (published["max_stops"], published["max_prompt_chars"], published["max_new_tokens"]) == (2, 50, 30)
-        assert published == client.status()["limits"]
         for field, prompt, fields in (
             ("stop", "x", {"stop": ["a", "b", "c"]}),
             ("prompt", "x" * 51, {}),
             ("max_new_tokens", "x", {"max_new_tokens": 31}),
         ):
             with pytest.raises(DeepInferError) as refused:
-                client.complete(prompt, **fields)
+                engine.complete(prompt, **fields)
             assert refused.value.field == field
-        assert len(client.complete("x" * 50, max_new_tokens=30, ignore_eos=True, stop=["\0", "\1"]).ids) == 30
+        assert len(engine.complete("x" * 50, max_new_tokens=30, ignore_eos=True, stop=["\0", "\1"]).ids) == 30
 
 
 def test_a_full_queue_says_which_limit_and_when_to_try_again(tiny_path):
