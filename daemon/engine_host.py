@@ -203,7 +203,8 @@ class EngineHost:
 
     def warm_up(self) -> None:
         """Run one prefill chunk and one decode step on borrowed blocks, so that kernels are compiled and buffers are
-        there before the first request. To be called before `start`; leaves the pool zeroed."""
+        there before the first request; where there are graphs, a step of every number of rows that they are captured
+        for. To be called before `start`; leaves the pool zeroed."""
         block_size, blocks = self.config.block_size, self.plan.num_blocks
         rows = max(1, min(self.config.prefill_chunk_tokens, blocks * block_size - 1, self.max_context - 2))
         submit = Submit(rid=0, prompt=bytes(4 * rows), params=SamplingParams(max_new_tokens=2))
@@ -211,10 +212,13 @@ class EngineHost:
         request.num_blocks = len(request.table)
         request.table[:] = range(request.num_blocks)
         vocab_size = self.model.config.vocab_size
-        runner = ModelRunner(self.executor, Sampler(vocab_size, vocab_size, ()), self.lanes.decode)
+        sampler = Sampler(vocab_size, vocab_size, (), self.ops.argmax)
+        runner = ModelRunner(self.executor, sampler, self.lanes.decode)
         runner.run([Span(request, 0, rows, True)])
         request.append(0)
         runner.run([Span(request, rows, 1, True)])
+        for count in () if self.executor.graphs is None else self.executor.graphs.row_buckets:
+            runner.run([Span(request, 0, 1, True)] * count)
         self.lanes.decode.run(self.pool.data[: request.num_blocks].zero_)
 
     def _on_a_stream(self, copy: CopyRows) -> CopyRows:

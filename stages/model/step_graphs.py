@@ -50,6 +50,10 @@ class StepGraphs:
         self.replays = 0
 
     @property
+    def row_buckets(self) -> list[int]:
+        return doublings(1, self._max_rows)
+
+    @property
     def captured(self) -> list[tuple[int, int]]:
         """(rows, context) of every graph."""
         return sorted(self._steps)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny import save_tiny_llama
 
-from deepinfer.daemon.config import ConfigError
-from deepinfer.daemon.engine import Engine
+from deepinfer.daemon.config import ConfigError, EngineConfig
+from deepinfer.daemon.engine import Engine, no_progress
+from deepinfer.daemon.engine_host import EngineHost
 
 PROMPTS = ["The quick brown fox", "jumps over", "the lazy dog and then it runs away"]
 FIELDS = {"max_new_tokens": 12, "ignore_eos": True}
@@ -44,6 +45,19 @@ def test_decode_steps_are_replayed_from_graphs_and_say_the_same_without_them(wid
     stats = engine.host.decode.stats()
     assert stats["cuda_graph_replays_total"] > 0
     assert stats["cuda_graphs_captured_total"] > 0
+
+
+def test_the_warm_up_captures_a_step_of_every_number_of_rows(wide_path):
+    settings = {"device": "host-emulation", "kv_cache_dtype": "int8", "num_blocks": 8}
+    host = EngineHost(
+        EngineConfig(model=str(wide_path), max_running=5, prefill_chunk_tokens=20, **settings), no_progress
+    )
+    try:
+        host.warm_up()
+        assert host.executor.graphs.captured == [(rows, host.max_context) for rows in (1, 2, 4, 5)]
+        assert not host.pool.data.any()
+    finally:
+        host.close()
 
 
 def test_the_cpu_has_no_graphs_and_says_so(tiny_path):
