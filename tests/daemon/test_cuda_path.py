@@ -85,3 +85,17 @@ def test_without_a_gpu_device_cuda_says_so_in_one_line(wide_path):
 def test_an_attention_path_of_the_cpu_is_refused_on_another_device(wide_path):
     with pytest.raises(ConfigError, match="runs on the CPU only"):
         Engine(wide_path, device="host-emulation", attention="numba", num_blocks=8)
+
+
+def test_choices_on_the_cuda_path_are_those_of_the_cpu_path(wide_path):
+    """The last block of the prompt is copied by the device, between the steps of its stream."""
+    fields = {**FIELDS, "n": 3, "temperature": 1.2, "seed": 40}
+    said = []
+    for device in ("cpu", "host-emulation"):
+        with Engine(wide_path, device=device, kv_cache_dtype="int8", num_blocks=24) as engine:
+            others = [engine.generate(prompt, **FIELDS) for prompt in PROMPTS[1:]]
+            choices = engine.complete(PROMPTS[0], **fields).choices
+            said.append([choice.ids for choice in choices] + [other.result().ids for other in others])
+            assert engine.host.decode.counters.kv_copied_blocks_total == 2
+    assert said[0] == said[1]
+    assert len(set(said[0][:3])) == 3

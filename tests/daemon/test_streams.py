@@ -14,6 +14,7 @@ from tiny import save_tiny_llama
 
 from deepinfer.daemon.engine import Engine
 from deepinfer.kernels.cuda.host_stream import HostStream
+from deepinfer.stages import runner
 from deepinfer.stages.lanes import Lane
 from deepinfer.stages.offload import copy_rows
 from deepinfer.stages.runner import ModelRunner
@@ -33,6 +34,7 @@ class Accesses:
     def __init__(self) -> None:
         self.pool = None
         self.races: list[str] = []
+        self.copied = 0
         self.ordered: Counter[tuple[str, str]] = Counter()
         """Accesses to the same block from two streams: first the earlier one's."""
         self._last: dict[int, dict[tuple[str, bool], int]] = {}
@@ -61,6 +63,13 @@ class Accesses:
             self.touch(table[: -(-end // BLOCK_SIZE)], writes=False)
             self.touch(table[span.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)], writes=True)
 
+    def shared(self, pairs) -> None:
+        """Blocks that are copied because forks would both write there."""
+        self.copied += len(pairs)
+        for source, destination in pairs:
+            self.touch([source], writes=False)
+            self.touch([destination], writes=True)
+
     def copy(self, destination, source) -> None:
         for tensor, writes in ((source, False), (destination, True)):
             first, rest = divmod(tensor.data_ptr() - self.pool.data_ptr(), self.pool.stride(0))
@@ -70,20 +79,26 @@ class Accesses:
 
 
 def run(path, monkeypatch) -> Accesses:
-    accesses, compute = Accesses(), ModelRunner._run
+    accesses, compute, copy_blocks = Accesses(), ModelRunner._run, runner._copy_blocks
 
     def noted(self, spans):
         accesses.spans(spans)
         return compute(self, spans)
 
+    def noted_copies(pool, pairs):
+        accesses.shared(pairs)
+        copy_blocks(pool, pairs)
+
     monkeypatch.setattr(ModelRunner, "_run", noted)
+    monkeypatch.setattr(runner, "_copy_blocks", noted_copies)
     settings = {"num_blocks": 12, "block_size": BLOCK_SIZE, "kv_cache_dtype": "int8", "residency_quantum": 1}
     with Engine(
         path, device="host-emulation", prefill_chunk_tokens=7, copy=lambda *rows: accesses.copy(*rows), **settings
     ) as engine:
         accesses.pool = engine.host.pool.data
         for _ in range(2):
-            streams = [engine.generate(prompt, max_new_tokens=16, ignore_eos=True) for prompt in PROMPTS]
+            fields = {"max_new_tokens": 16, "ignore_eos": True}
+            streams = [engine.generate(prompt, n=1 + place % 2, **fields) for place, prompt in enumerate(PROMPTS)]
             results = [stream.result() for stream in streams]
             assert all(len(result.ids) == 16 for result in results)
         assert engine.status()["engine"]["prefill_beside_decode"] is True
@@ -94,6 +109,7 @@ def run(path, monkeypatch) -> Accesses:
 def test_every_access_to_a_block_is_ordered_by_events(wide_path, monkeypatch):
     accesses = run(wide_path, monkeypatch)
     assert accesses.races == []
+    assert accesses.copied > 0
     met = set(accesses.ordered)
     assert met >= {("prefill", "decode"), ("decode", "prefill"), ("decode", "offload"), ("offload", "decode")}
 
