@@ -93,7 +93,7 @@ class EngineHost:
             checkpoint, demand.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
         )
         self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
-        self.arena = HostArena(self.plan.arena, layout.block_bytes)
+        self.arena = HostArena(self.plan.arena, layout.block_bytes, pin=self.ops.device.startswith("cuda"))
         tables = self.model.rope_tables(self.max_context)
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         self.executor = Executor(self.model, self.attention, self._graphs())

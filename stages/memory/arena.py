@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 
@@ -22,7 +25,8 @@ class HostArena:
     """Owned by the offload stage. Rows are handed out to payloads and come back when the payload is dropped.
 
     The budget is a number of rows that was fixed at start, so use can never exceed it; a budget of 0 is legal and means
-    that every swap is rejected. On the CPU (and where pinning fails) the pieces are pageable, and `pinned` says so.
+    that every swap is rejected. With `pin` the pieces are pinned, which a GPU copies faster, until the system refuses
+    one: that one and those after it are pageable, the log says why, and `pinned` is false.
     """
 
     def __init__(self, budget_bytes: int, row_bytes: int, pin: bool = False) -> None:
@@ -32,14 +36,20 @@ class HostArena:
         self.rows_per_piece = max(1, PIECE_BYTES // row_bytes)
         self.pinned = pin
         self._pieces = [
-            torch.empty(
-                (min(self.rows_per_piece, self.num_rows - first), row_bytes),
-                dtype=torch.uint8,
-                pin_memory=pin,
-            )
+            self._piece(min(self.rows_per_piece, self.num_rows - first))
             for first in range(0, self.num_rows, self.rows_per_piece)
         ]
         self._free = list(range(self.num_rows - 1, -1, -1))
+
+    def _piece(self, rows: int) -> torch.Tensor:
+        """uint8 [rows, row_bytes]."""
+        if self.pinned:
+            try:
+                return torch.empty((rows, self.row_bytes), dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self.pinned = False
+                logger.warning("host memory for swapped requests is not pinned: %s", error)
+        return torch.empty((rows, self.row_bytes), dtype=torch.uint8)
 
     @property
     def free_rows(self) -> int:

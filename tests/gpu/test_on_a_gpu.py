@@ -86,6 +86,7 @@ def test_prompts_computed_beside_decoding_change_nothing(smollm2_path):
         alone = [engine.complete(prompt, **fields).ids for prompt in prompts]
     with Engine(smollm2_path, num_blocks=40, residency_quantum=1, prefill_chunk_tokens=64, **settings) as engine:
         assert engine.status()["engine"]["prefill_beside_decode"] is True
+        assert engine.status()["engine"]["arena_pinned"] is True
         streams = [engine.generate(prompt, **fields) for prompt in prompts]
         results = [stream.result() for stream in streams]
     assert [result.ids for result in results] == alone
