@@ -114,6 +114,8 @@ def _phase(status: dict[str, Any]) -> str:
 
 
 def _live_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
+    if not status["blocks"]["total"]:
+        return []  # The engine has not told of itself yet.
     blocks, offload, counters = status["blocks"], status["cpu_offload"], status["counters"]
     requests = ", ".join(f"{count} {state}" for state, count in status["requests"].items() if count) or "none"
     return [
