@@ -33,7 +33,7 @@ def assert_same(choices: Any, expected: list[Any]) -> None:
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:24], "a"], ids=["partly filled", "full blocks", "one token"])
 def test_choice_i_says_what_a_request_with_the_seed_plus_i_says(tiny_path, kv_format, prefix_cache, prompt):
     settings = {"kv_cache_dtype": kv_format, "prefix_cache": prefix_cache, "batch_invariant": True, "block_size": 8}
-    with Engine(tiny_path, num_blocks=64, **settings) as engine:
+    with Engine(tiny_path, threads=1, num_blocks=64, **settings) as engine:
         together = engine.complete(prompt, n=4, **SAMPLED)
         assert len({choice.ids for choice in together.choices}) > 1
         assert_same(together.choices, alone(engine, prompt, 4, **SAMPLED))
@@ -42,7 +42,7 @@ def test_choice_i_says_what_a_request_with_the_seed_plus_i_says(tiny_path, kv_fo
 
 
 def test_greedy_choices_all_say_the_same_and_the_prompt_is_computed_and_counted_once(tiny_path):
-    with Engine(tiny_path, batch_invariant=True, block_size=8, num_blocks=64, prefix_cache=False) as engine:
+    with Engine(tiny_path, threads=1, batch_invariant=True, block_size=8, num_blocks=64, prefix_cache=False) as engine:
         expected = engine.complete(PROMPT, max_new_tokens=20, ignore_eos=True)
         before = engine.host.decode.counters.as_dict()
         together = engine.complete(PROMPT, n=3, max_new_tokens=20, ignore_eos=True)
@@ -65,7 +65,7 @@ def test_greedy_choices_all_say_the_same_and_the_prompt_is_computed_and_counted_
 
 def test_a_block_that_is_not_copied_is_overwritten_by_the_others(tiny_path, monkeypatch):
     """The control arm of the tests above."""
-    with Engine(tiny_path, batch_invariant=True, block_size=8, num_blocks=64, prefix_cache=False) as engine:
+    with Engine(tiny_path, threads=1, batch_invariant=True, block_size=8, num_blocks=64, prefix_cache=False) as engine:
         expected = alone(engine, PROMPT, 4, **SAMPLED)
         monkeypatch.setattr(Book, "shares_next", lambda self, entry: False)
         together = engine.complete(PROMPT, n=4, **SAMPLED)
@@ -79,7 +79,7 @@ def test_a_block_that_is_not_copied_is_overwritten_by_the_others(tiny_path, monk
 )
 def test_choices_that_do_not_fit_together_say_what_they_say_alone(tiny_path, settings):
     options = {"batch_invariant": True, "block_size": 8, "residency_quantum": 1, **settings}
-    with Engine(tiny_path, num_blocks=9, **options) as engine:
+    with Engine(tiny_path, threads=1, num_blocks=9, **options) as engine:
         expected = alone(engine, PROMPT, 4, **SAMPLED)
         others = alone(engine, "x" * 30, 2, **SAMPLED)
         for _ in range(3):
@@ -94,7 +94,7 @@ def test_choices_that_do_not_fit_together_say_what_they_say_alone(tiny_path, set
 
 
 def test_a_fork_that_is_swapped_out_leaves_the_shared_blocks_to_the_others(tiny_path):
-    with Engine(tiny_path, batch_invariant=True, block_size=8, num_blocks=64) as engine:
+    with Engine(tiny_path, threads=1, batch_invariant=True, block_size=8, num_blocks=64) as engine:
         expected = alone(engine, PROMPT, 3, **SAMPLED)
         swapped: set[int] = set()
         force_swaps(
@@ -110,7 +110,7 @@ def test_a_fork_that_is_swapped_out_leaves_the_shared_blocks_to_the_others(tiny_
 
 
 def test_events_say_their_choice_and_there_is_one_last_event(tiny_path):
-    with Engine(tiny_path, batch_invariant=True, num_blocks=64) as engine:
+    with Engine(tiny_path, threads=1, batch_invariant=True, num_blocks=64) as engine:
         events = list(engine.generate(PROMPT, n=3, **SAMPLED))
         assert events[0].n == 3
         done = events[-1]
@@ -124,7 +124,7 @@ def test_events_say_their_choice_and_there_is_one_last_event(tiny_path):
 
 
 def test_a_stop_string_ends_its_own_choice_only(tiny_path):
-    with Engine(tiny_path, batch_invariant=True, num_blocks=64) as engine:
+    with Engine(tiny_path, threads=1, batch_invariant=True, num_blocks=64) as engine:
         free = engine.complete(PROMPT, n=3, **SAMPLED)
         stop = free.choices[1].text[4:7]
         expected = [
@@ -140,7 +140,7 @@ def test_a_stop_string_ends_its_own_choice_only(tiny_path):
 
 
 def test_cancel_ends_all_choices(tiny_path):
-    with Engine(tiny_path, num_blocks=64) as engine:
+    with Engine(tiny_path, threads=1, num_blocks=64) as engine:
         stream = engine.generate(PROMPT, n=4, max_new_tokens=400, ignore_eos=True)
         for event in stream:
             if isinstance(event, Token):
@@ -155,5 +155,5 @@ def test_an_asynchronous_client_gets_several_choices_too(tiny_path):
         async with AsyncClient(engine.topology.clients, context=engine.context) as client:
             return await client.complete(PROMPT, n=2, **SAMPLED)
 
-    with Engine(tiny_path, batch_invariant=True, num_blocks=64) as engine:
+    with Engine(tiny_path, threads=1, batch_invariant=True, num_blocks=64) as engine:
         assert_same(asyncio.run(ask(engine)).choices, alone(engine, PROMPT, 2, **SAMPLED))

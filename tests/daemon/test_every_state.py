@@ -49,7 +49,8 @@ def held_engine(model: Path, folder: Path, patch: pytest.MonkeyPatch) -> Iterato
     moment, clock = Moment(), Clock()
     patch.setattr(engine_module, "one_process", lambda: dataclasses.replace(one_process(), clients=f"ipc://{folder}/s"))
     patch.setattr(admission_module, "monotonic", clock)
-    with Engine(model, num_blocks=16, block_size=8, prefill_chunk_tokens=4, copy=moment.copy) as engine:
+    settings = {"num_blocks": 16, "block_size": 8, "prefill_chunk_tokens": 4, "threads": 1}
+    with Engine(model, copy=moment.copy, **settings) as engine:
         moment.attach(engine)
         yield engine, moment, clock
         moment.let_go()

@@ -114,7 +114,7 @@ class Scene:
 def scene(model: Path) -> Iterator[tuple[Engine, Scene]]:
     """The prefix cache is off: a free block is then given to the next one who asks."""
     made = Scene()
-    settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 96, "prefix_cache": False}
+    settings = {"batch_invariant": True, "block_size": 8, "num_blocks": 96, "prefix_cache": False, "threads": 1}
     with Engine(model, copy=made.copy, prefill_chunk_tokens=16, **settings) as engine:
         made.attach(engine)
         yield engine, made
