@@ -22,6 +22,7 @@ from deepinfer.daemon.runtime_folder import FolderError
 from deepinfer.daemon.setting import given
 from deepinfer.daemon.sources import gather
 from deepinfer.daemon.stress_config import StressConfig, engine_settings
+from deepinfer.daemon.stress_kill_config import KillConfig
 
 
 @click.group(context_settings={"max_content_width": 110})
@@ -252,6 +253,22 @@ def swap(formats: tuple[str, ...], settings: tuple[str, ...], output: Path | Non
         sys.exit(run_stress(StressConfig(**given(options)), formats, engine_settings(settings), output))
     except (ConfigError, ModelError) as error:
         fail(str(error), EXIT_CONFIG)
+
+
+@stress.command()
+@options_of(KillConfig)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def kill(output: Path | None, **options: Any) -> None:
+    """A real daemon whose engine is killed under load, again and again: everyone must answer as if nothing had been."""
+    from deepinfer.daemon.stress_daemon import DaemonFailed
+    from deepinfer.daemon.stress_kill import run_kill
+
+    try:
+        sys.exit(run_kill(KillConfig(**given(options)), output))
+    except ConfigError as error:
+        _fail(str(error), EXIT_CONFIG)
+    except DaemonFailed as error:
+        _fail(str(error), 1)
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ as the front lives: its end is how the engine learns that it is alone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -23,6 +25,7 @@ from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.log import configure_logging
 from deepinfer.daemon.stacks import dump_on_signal
 from deepinfer.daemon.topology import Topology
+from deepinfer.daemon.watchdog import Pulses
 from deepinfer.kernels.openmp import limit_spinning
 from deepinfer.stages.flight_record import FlightRecord
 from deepinfer.stages.messages import EngineFailed, EngineReady, Heartbeat, LoadProgress, Message, encode
@@ -60,6 +63,25 @@ class FrontLink:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+
+class Pulse(threading.Thread):
+    """Sends heartbeats from the very start on, so also while the process loads. `of` are the pulses to be told, once
+    there are stages."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self._address = address
+        self.of: Callable[[], Pulses] = dict
+
+    def run(self) -> None:
+        socket = zmq.Context().socket(zmq.PUSH)
+        socket.set_hwm(1)
+        socket.connect(self._address)
+        while True:
+            with contextlib.suppress(zmq.Again):  # Admission does not listen yet.
+                socket.send(encode(Heartbeat(pulses=self.of())), zmq.DONTWAIT)
+            time.sleep(HEARTBEAT_SECONDS)
 
 
 def start_line(config: EngineConfig, topology: Topology, record: int) -> bytes:
@@ -103,6 +125,8 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     lines: list[bytes] = []
     arrived = threading.Event()
     threading.Thread(target=_watch_front, args=(lines, arrived), daemon=True).start()
+    pulse = Pulse(topology.admission)
+    pulse.start()
     limit_spinning()
     link.progress("importing torch", 0, 0)
     from deepinfer.daemon.engine_host import EngineHost, Vocabulary
@@ -112,9 +136,9 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     host.warm_up()
     arrived.wait()
     host.start(context, topology, Vocabulary(**json.loads(lines[0])), record=FlightRecord(record))
+    pulse.of = host.pulses
     link.send(EngineReady(summary=host.summary(), pid=os.getpid()))
-    while not host.wait(HEARTBEAT_SECONDS):
-        link.send(Heartbeat(pulses=host.pulses()))
+    host.wait()
     failure = host.failure()
     if failure is not None:
         raise failure

@@ -111,7 +111,8 @@ class Drive:
     """Runs jobs over `clients` connections until all have ended. `strays` are events that no open stream waits for: a
     second terminal event is one.
 
-    `judge` is called at the end of every job and says what is wrong with its answer; `alive`, whether the engine is.
+    `judge` is called at the end of every job and says what is wrong with its answer; `alive`, whether the engine is;
+    `watch` is shown every event.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Drive:
         clients: int,
         judge: Callable[[Outcome], str],
         alive: Callable[[], bool],
+        watch: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.strays: list[str] = []
@@ -129,6 +131,7 @@ class Drive:
         self._questions = questions
         self._judge = judge
         self._alive = alive
+        self._watch = watch
         self._moments: set[Start] = set()
         self._connections = [Connection(context, endpoint) for _ in range(clients)]
         self._poller = zmq.Poller()
@@ -188,6 +191,7 @@ class Drive:
                 self.strays.append(f"{event['event']} of request {event.get('id')} after its end")
                 continue
             outcome = stream.feed(event)
+            self._watch(event)
             if event["event"] == "token":
                 self._moments.add(Start(stream.job.number, "token"))
             if outcome is None:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = (0.5, 10.0)
 """How long the messages of a dead engine may take to be read: after a crash, after an orderly end."""
+LOADING_SHARE = 4.0
+"""Of the bound, while an engine loads: importing a library from a slow disk may stop every thread of it."""
 GIVE_UP_SECONDS = 10.0
 """How long admission may take to end every stream when no engine comes any more."""
 
@@ -84,10 +86,10 @@ class Supervisor:
         code = self._process.ended()
         if code is not None and not self._board.over:
             self._notice_death(code, now)
-        elif self._ready_at is not None and not self.cut:
-            self._watch(now)
         elif self._ready_at is None and now > self._start_by:
             self._overdue()
+        elif not self.cut:
+            self._watch(now)
 
     def end(self) -> None:
         """The engine is gone when this returns, by force if it must be."""
@@ -103,16 +105,18 @@ class Supervisor:
 
     def _watch(self, now: float) -> None:
         """A stage that has work and does not move is named; if it stays so, the engine is as good as dead."""
+        share = LOADING_SHARE if self._ready_at is None else 1.0
         board, watchdog = self._board, self._watchdog
         watchdog.look(now, board.turns, *board.heartbeat)
         board.health = watchdog.report()
-        suspect = watchdog.stalled(0.5)
+        suspect = watchdog.stalled(share / 2)
         if suspect and not board.hung:
             logger.warning("%s has work and does not move", suspect)
         board.hung = suspect
-        hung = watchdog.stalled()
+        hung = watchdog.stalled(share)
         if hung and hung != ADMISSION:
-            self._hang = f"the engine hung: {hung} had work and did not move for {self._config.hang_timeout_s} s"
+            seconds = share * self._config.hang_timeout_s
+            self._hang = f"the engine hung: {hung} had work and did not move for {seconds:.0f} s"
             logger.error("%s; it is killed", self._hang)
             self._process.kill()
 

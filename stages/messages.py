@@ -132,7 +132,7 @@ class Snapshot(Message, frozen=True, tag="snapshot"):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """From the main thread of the engine process. For each of its threads: whether it has work, and its progress."""
+    """The engine process lives. Of each of its stages: whether it has work, and its progress; empty while it loads."""
 
     pulses: dict[str, tuple[bool, int]]
 

@@ -7,12 +7,13 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 import psutil
 import pytest
 from daemon_process import Daemon, nothing_left, run_cli, running
 
-from deepinfer.clients import Client, DeepInferError
+from deepinfer.clients import Client, DeepInferError, Preempted
 
 PROMPT = "The quick brown fox"
 
@@ -58,6 +59,28 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tiny_path, fo
             client.complete(PROMPT, max_new_tokens=1)
         assert refused.value.code == "shutting_down"
         assert stream.result().usage["completion_tokens"] == 450
+        assert daemon.wait_end() == 0
+        nothing_left(folder)
+
+
+def test_sigterm_while_requests_are_swapped_out_lets_all_of_them_finish(tiny_path, folder):
+    with running(tiny_path, folder, "--num-blocks", "32") as daemon, Client(folder / "daemon.json") as client:
+        streams = [client.generate(PROMPT, max_new_tokens=400, ignore_eos=True) for _ in range(6)]
+        swapped = threading.Event()
+
+        def read(stream: Any) -> None:
+            for event in stream:
+                if isinstance(event, Preempted):
+                    swapped.set()
+
+        readers = [threading.Thread(target=read, args=(stream,), daemon=True) for stream in streams]
+        for reader in readers:
+            reader.start()
+        assert swapped.wait(60)
+        daemon.signal(signal.SIGTERM)
+        for reader in readers:
+            reader.join(60)
+        assert [stream.result().usage["completion_tokens"] for stream in streams] == [400] * 6
         assert daemon.wait_end() == 0
         nothing_left(folder)
 
