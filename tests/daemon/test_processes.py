@@ -65,7 +65,8 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(tiny_path, fo
 
 def test_sigterm_while_requests_are_swapped_out_lets_all_of_them_finish(tiny_path, folder):
     with running(tiny_path, folder, "--num-blocks", "32") as daemon, Client(folder / "daemon.json") as client:
-        streams = [client.generate(PROMPT, max_new_tokens=400, ignore_eos=True) for _ in range(6)]
+        prompts = [f"{number} {PROMPT}" for number in range(6)]
+        streams = [client.generate(prompt, max_new_tokens=400, ignore_eos=True) for prompt in prompts]
         swapped = threading.Event()
 
         def read(stream: Any) -> None:
