@@ -90,6 +90,9 @@ class Connection:
     def __init__(self, context: zmq.Context, endpoint: str) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
+        self.socket.heartbeat_ivl = 2000  # These three as docs/protocol.md asks of every client.
+        self.socket.heartbeat_timeout = 6000
+        self.socket.heartbeat_ttl = 6000
         self.socket.connect(endpoint)
         self.open: OpenStream | None = None
         self.next: Job | None = None

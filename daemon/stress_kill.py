@@ -132,11 +132,16 @@ class KillRun:
             killer.kill()
         self.outcomes += drive.outcomes
         self.strays += drive.strays
-        self.hung += [drive.hung] if drive.hung else []
+        self.hung += [f"{drive.hung}; {self._situation()}"] if drive.hung else []
         self.deaths += killer.deaths
         self.moments[f"{killer.how} at {killer.moment}"] += 1
         if killer.moment != "idle" or last:
             self._settle(killer)
+
+    def _situation(self) -> str:
+        """For whoever must find out why it hangs."""
+        status = self.client.status()
+        return f"phase {status['phase']}, requests {status['requests']}; the log ends: {self.daemon.last_words()}"
 
     def _settle(self, killer: Killer) -> None:
         """Until an engine is ready and holds nothing; after a death without load the next round does not wait."""
@@ -149,7 +154,7 @@ class KillRun:
                 self.resources.append((self.daemon.descriptors(), self.daemon.files()))
                 return
             time.sleep(0.05)
-        self.hung.append(f"the daemon did not become quiet: {self.client.status()['requests']}")
+        self.hung.append(f"the daemon did not become quiet; {self._situation()}")
 
     def _checks(self) -> list[Check]:
         status = self.client.status()
