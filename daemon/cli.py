@@ -266,9 +266,9 @@ def kill(output: Path | None, **options: Any) -> None:
     try:
         sys.exit(run_kill(KillConfig(**given(options)), output))
     except ConfigError as error:
-        _fail(str(error), EXIT_CONFIG)
+        fail(str(error), EXIT_CONFIG)
     except DaemonFailed as error:
-        _fail(str(error), 1)
+        fail(str(error), 1)
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

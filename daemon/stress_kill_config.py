@@ -21,6 +21,7 @@ class KillConfig:
     seed: int = setting(0, "Seed of prompts and moments.", low=0)
     signals: str = setting("kill,segv", "How engines die, at random: kill, segv, stop, with commas. stop is a hang.")
     twice: float = setting(0.2, "Rate of rounds in which the next engine dies too.", low=0, high=1)
+    threads: int | None = setting(None, "CPU threads of the engine. Default: all cores it may use.", low=1)
     num_blocks: int = setting(96, "KV blocks of the pool.", low=4)
     max_running: int = setting(12, "Requests that hold KV blocks at the same time; the others are queued.", low=1)
     prefill_chunk_tokens: int = setting(32, "Prompt tokens computed between two decode steps.", low=1)
@@ -50,4 +51,5 @@ class KillConfig:
     def options(self) -> list[str]:
         names = ("model", "num_blocks", "max_running", "prefill_chunk_tokens", "hang_timeout_s")
         pairs = [(f"--{name.replace('_', '-')}", str(getattr(self, name))) for name in names]
-        return [word for pair in pairs for word in pair] + ["--batch-invariant"]
+        threads = [] if self.threads is None else ["--threads", str(self.threads)]
+        return [word for pair in pairs for word in pair] + threads + ["--batch-invariant"]

@@ -25,12 +25,12 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("abc", {"max_new_tokens": 250, "temperature": 0.7, "seed": 7, "min_p": 0.05, "stream": False}),
     (PROMPT, {"max_new_tokens": 200, "temperature": 1.0, "seed": 8, "n": 3}),
 ]
-ENGINE = ["--batch-invariant", "--num-blocks", "160"]
+ENGINE = ["--batch-invariant", "--num-blocks", "160", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_path):
-    with Engine(tiny_path, batch_invariant=True, num_blocks=160) as engine:
+    with Engine(tiny_path, batch_invariant=True, num_blocks=160, threads=1) as engine:
         return [engine.complete(prompt, ignore_eos=True, **fields) for prompt, fields in QUESTIONS]
 
 

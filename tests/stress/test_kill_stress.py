@@ -16,7 +16,7 @@ from deepinfer.daemon.stress_kill_config import KillConfig
 
 @pytest.mark.slow
 def test_engines_that_die_under_sixteen_streams_change_no_answer_and_leave_nothing(tiny_path):
-    report = stress_kill(KillConfig(model=str(tiny_path), rounds=3, seed=1, twice=0.0, new_tokens="20:60"))
+    report = stress_kill(KillConfig(model=str(tiny_path), rounds=3, seed=1, twice=0.0, new_tokens="20:60", threads=1))
     assert {check["name"]: check["failures"] for check in report["checks"] if not check["passed"]} == {}
     assert report["deaths"] == 3
     assert report["requests"] == 48
