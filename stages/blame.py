@@ -11,9 +11,9 @@ class Blame:
 
     A request is struck when an engine dies while computing it, and cleared when it yields a token. Computing is a
     function of what the request is, so one that kills an engine kills the next one at the same token. One that is
-    struck twice at the same token is guilty if it is alone in that. If there are several, they are on probation: they
-    are submitted one by one, each when the one before it has yielded a token or ended, and all others wait. The one
-    that is being tried when an engine dies while computing it is guilty.
+    struck twice at the same token, the second time alone, is guilty. If others were computed beside it, all that are
+    struck twice are on probation: they are submitted one by one, each when the one before it has yielded a token or
+    ended, and all others wait. The one that is being tried when an engine dies while computing it is guilty.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class Blame:
         self._struck.update(running)
         if self._probation:
             guilty = self._probation[0] if self._probation[0] in twice else None
-        elif len(twice) > 1:
+        elif len(running) == 1:
+            guilty = twice[0] if twice else None
+        else:
             guilty = None
             self._probation.extend(twice)
-        else:
-            guilty = twice[0] if twice else None
         if guilty is not None:
             self.clear(guilty)
         return guilty
