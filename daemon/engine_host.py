@@ -96,7 +96,9 @@ class EngineHost:
         self.arena = HostArena(self.plan.arena, layout.block_bytes, pin=self.ops.device.startswith("cuda"))
         tables = self.model.rope_tables(self.max_context)
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
-        self.executor = Executor(self.model, self.attention, self._graphs())
+        max_blocks = blocks_for(self.max_context, config.block_size)
+        programs = self.ops.step_programs(self.attention, max_blocks)
+        self.executor = Executor(self.model, self.attention, self._graphs(), programs=programs)
         self.prefill_executor = Executor(self.model, self.attention, kept_rows=0)
         self._reserve(self.plan.activations + self.plan.scratch + self.plan.graphs)
         self.ops.synchronize()
@@ -257,6 +259,7 @@ class EngineHost:
             "kv_cache_dtype": self.kv_format.name,
             "attention": self.attention.name,
             "cuda_graphs": self.executor.graphs is not None,
+            "step_programs": self.executor.programs is not None and self.executor.programs.in_use,
             "prefill_beside_decode": self.ops.overlaps,
             "batch_invariant": self.config.batch_invariant,
             "prefix_cache": self.config.prefix_cache,

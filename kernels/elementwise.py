@@ -6,26 +6,29 @@ All tensors must be contiguous.
 
 from __future__ import annotations
 
-import numpy as np
+import numba
 import torch
 from torch import Tensor
 
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu.rows import RowKernels, row_kernels
+from deepinfer.kernels.cpu.rows import row_units
+from deepinfer.kernels.cpu.tasks import Task, bits, refuse_recording, run_tasks
 from deepinfer.kernels.cpu.vec16 import LANES
 
 _ACTIVATIONS = {torch.float32: FP32, torch.bfloat16: BF16}
 PARALLEL_ELEMENTS = 1 << 16
+"""From here on waking the other threads pays."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """out = x / rms(x) * weight. x fp32 [N, H], weight fp32 [H], out fp32 or bf16 [N, H]."""
     _check(x, weight, out)
     rows, width = x.shape
-    if width % LANES:
+    if _is_odd(width):
         out.copy_(reference_rms_norm(x, weight, eps))
         return
-    _kernels(out).rms_norm(x.data_ptr(), weight.data_ptr(), np.float32(eps), out.data_ptr(), rows, width)
+    addresses = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    _run(row_units(_ACTIVATIONS[out.dtype]).rms_norm, rows, (*addresses, bits(eps), width), x, weight, out)
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -37,13 +40,13 @@ def add_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, ou
     if delta.shape != out.shape or delta.dtype != out.dtype or not delta.is_contiguous():
         raise ValueError(f"delta {delta.dtype} {tuple(delta.shape)} must be as out {out.dtype} {tuple(out.shape)}")
     rows, width = residual.shape
-    if width % LANES:
+    if _is_odd(width):
         residual += delta
         out.copy_(reference_rms_norm(residual, weight, eps))
         return
-    _kernels(out).add_rms_norm(
-        residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), np.float32(eps), out.data_ptr(), rows, width
-    )
+    addresses = residual.data_ptr(), delta.data_ptr(), weight.data_ptr(), out.data_ptr()
+    function = row_units(_ACTIVATIONS[out.dtype]).add_rms_norm
+    _run(function, rows, (*addresses, bits(eps), width), residual, delta, weight, out)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
@@ -52,10 +55,11 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     rows, width = out.shape
     if gate_up.shape != (rows, 2 * width) or gate_up.dtype != out.dtype or not gate_up.is_contiguous():
         raise ValueError(f"gate_up {gate_up.dtype} {tuple(gate_up.shape)} does not fit out {tuple(out.shape)}")
-    if width % LANES:
+    if _is_odd(width):
         out.copy_(reference_silu_mul(gate_up))
         return
-    _kernels(out).silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
+    function = row_units(_ACTIVATIONS[out.dtype]).silu_mul
+    _run(function, rows, (gate_up.data_ptr(), out.data_ptr(), width), gate_up, out)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,8 +73,17 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def _kernels(out: Tensor) -> RowKernels:
-    return row_kernels(_ACTIVATIONS[out.dtype], out.numel() >= PARALLEL_ELEMENTS)
+def _is_odd(width: int) -> bool:
+    """Whether plain torch serves this width. It cannot be recorded."""
+    if width % LANES == 0:
+        return False
+    refuse_recording(f"a row of {width} elements, which is no multiple of {LANES},")
+    return True
+
+
+def _run(function: int, rows: int, arguments: tuple[int, ...], *tensors: Tensor) -> None:
+    workers = numba.get_num_threads() if tensors[-1].numel() >= PARALLEL_ELEMENTS else 1
+    run_tasks([Task(function, rows, arguments)], workers, *tensors)
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor) -> None:

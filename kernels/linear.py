@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.cpu.products import W_BF16, W_FP32, W_INT8
+from deepinfer.kernels.cpu.tasks import refuse_recording
 from deepinfer.kernels.row_matmul import RowMatmul
 
 PACKED_ROWS = 16
@@ -77,6 +78,7 @@ class DenseLinear:
         return self.weight_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
+        refuse_recording(f"the {self.kind} matmul")
         out_dtype = self._out_dtype or x.dtype
         if self._row_limit is None or len(x) <= self._row_limit:
             return self._rows(x, out_dtype)
@@ -158,6 +160,7 @@ class W4A16Linear:
         return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
+        refuse_recording(f"the {self.kind} matmul")
         if self._dense is not None and len(x) > PACKED_ROWS:
             return F.linear(x, self._dense, self._bias)
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, self._group_size, self._scales_zeros)

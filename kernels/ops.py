@@ -14,6 +14,9 @@ from torch import Tensor
 from deepinfer.kernels import elementwise, packed_linear
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
 from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT8
+from deepinfer.kernels.cpu.paged_attention import NumbaAttention
+from deepinfer.kernels.cpu.step_programs import StepPrograms
+from deepinfer.kernels.cpu.tasks import recorder
 from deepinfer.kernels.graphs import Graph, StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear, dequantise
@@ -95,6 +98,14 @@ class Ops(Protocol):
         """Graphs of decode steps that attend with `attention`, which `attention` made. None without graphs."""
         ...
 
+    def step_programs(self, attention: Any, max_blocks: int) -> StepPrograms | None:
+        """Recorded decode steps over contexts of at most `max_blocks` blocks. None where there is no such thing."""
+        ...
+
+    def embed(self, embedding: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
+        """embedding(token_ids), fp32 [N, hidden]."""
+        ...
+
 
 class CpuOps:
     """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`. Where the processor has
@@ -149,3 +160,12 @@ class CpuOps:
 
     def step_capture(self, attention: Any) -> StepCapture | None:
         return None
+
+    def step_programs(self, attention: Any, max_blocks: int) -> StepPrograms | None:
+        return StepPrograms(attention.check, max_blocks) if isinstance(attention, NumbaAttention) else None
+
+    def embed(self, embedding: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
+        rows, taker = embedding(token_ids), recorder()
+        if taker is not None:
+            taker.call(lambda: rows.copy_(embedding(token_ids)))
+        return rows

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import numba
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.cpu.bf16_dot import available
-from deepinfer.kernels.cpu.packed_matmul import packed_matmul_kernel
+from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, packed_units
 from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, CODE_BITS, P_BF16, P_INT4, P_INT8
+from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
 
 KINDS = {P_INT4: "w4a16 bf16 dot", P_INT8: "w8a16 bf16 dot", P_BF16: "dense bf16 dot"}
 GROUPS = (32, 64, 128, 256)
+UNITS_OF_WORKER = 8
+"""Pieces of a matmul for each thread: enough to even out their speeds, few enough to cost nothing."""
 COPY_ROWS = 16
 """More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
 
@@ -57,7 +61,7 @@ class PackedLinear:
         self._blocks, self._groups = self._records.shape[:2]
         self._padded_width = self._width + right
         self._number, self._group, self._wide = kind, group, wide
-        self._kernel = packed_matmul_kernel(kind, group, wide, out_dtype == torch.bfloat16)
+        self._units = packed_units(kind, group, wide, out_dtype == torch.bfloat16)
 
     @property
     def weight_bytes(self) -> int:
@@ -73,23 +77,25 @@ class PackedLinear:
         if width != self._width or x.dtype != torch.bfloat16:
             raise ValueError(f"x must be bf16 with {self._width} columns, not {x.dtype} with {width}")
         if self._copy is not None and rows > COPY_ROWS:
+            refuse_recording("the bf16 copy of 4-bit weights")
             return F.linear(x, self._copy, self._bias[: self._outputs].bfloat16()).to(self._out_dtype)
-        if width != self._padded_width:
+        if width != self._padded_width or not x.is_contiguous():
+            refuse_recording(f"an input of {width} columns to a {self.kind} matmul")
             x = F.pad(x, (0, self._padded_width - width))
         x = x.contiguous()
         y = torch.empty((rows, self._blocks * BLOCK), dtype=self._out_dtype)
         sums = torch.empty((rows, self._groups)) if self._number == P_INT4 else self._bias
-        self._kernel(
-            x.data_ptr(),
-            self._records.data_ptr(),
-            self._bias.data_ptr(),
-            sums.data_ptr(),
-            y.data_ptr(),
-            rows,
-            self._blocks,
-            self._groups,
-        )
-        return y if y.shape[1] == self._outputs else y[:, : self._outputs].contiguous()
+        workers = numba.get_num_threads()
+        tasks = []
+        if self._number == P_INT4:
+            tasks.append(Task(self._units.sums, rows, (x.data_ptr(), sums.data_ptr(), self._groups)))
+        share = max(1, self._blocks // (UNITS_OF_WORKER * workers))
+        units = -(-self._blocks // share)
+        addresses = [part.data_ptr() for part in (x, self._records, self._bias, sums, y)]
+        numbers = (rows, self._blocks, self._groups, share, units)
+        tasks.append(Task(self._units.matmul, units * -(-rows // ROW_TILE), (*addresses, *numbers)))
+        run_tasks(tasks, workers, x, sums, y)
+        return y if y.shape[1] == self._outputs else _without_padding(y, self._outputs)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of W, as `linear.RowTable` has it."""
@@ -107,6 +113,13 @@ class PackedLinear:
         if self._number == P_INT4:
             weights = weights + factors[..., 1:]
         return weights.flatten(1)[:, : self._width].contiguous()
+
+
+def _without_padding(y: Tensor, outputs: int) -> Tensor:
+    kept, taker = y[:, :outputs].contiguous(), recorder()
+    if taker is not None:
+        taker.call(lambda: kept.copy_(y[:, :outputs]))
+    return kept
 
 
 def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None, group: int) -> None:

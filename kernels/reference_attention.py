@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import Codec
+from deepinfer.kernels.cpu.tasks import refuse_recording
 from deepinfer.kernels.encoder_counts import EncoderCounts
 from deepinfer.kernels.kv_formats import BlockLayout
 from deepinfer.kernels.reference_codecs import sanitize
@@ -37,6 +38,7 @@ class ReferenceAttention(EncoderCounts):
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
+        refuse_recording("the reference attention")
         batch.check(self._layout.block_size, len(self._pool), len(self._cos))
         q, k, v = self._project(layer, qkv, torch.from_numpy(batch.positions).long())
         self._store(layer, k, v, batch)

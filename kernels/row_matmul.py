@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepinfer.kernels.cpu.matmul import OUTPUT_BLOCK, matmul_kernel
 from deepinfer.kernels.cpu.products import GROUP, W_INT8
+from deepinfer.kernels.cpu.tasks import refuse_recording
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 """By kind of weights."""
@@ -54,6 +55,7 @@ class RowMatmul:
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """x fp32 or bf16 [N, K] to [N, M] of `out_dtype`."""
+        refuse_recording("the row matmul")
         rows, width = x.shape
         if width != self._width:
             raise ValueError(f"x has {width} columns, the weights {self._width}")

@@ -2,7 +2,7 @@
 
 GNU OpenMP keeps a team of workers for every thread that has ever entered a parallel region. With a second team there
 are more workers than cores, and it then lets all of them sleep between regions instead of spinning for a moment: a
-decode step of 30 layers, some 240 regions, was seen to take 12 ms instead of 7. So loading, prefill and decode all
+decode step of 30 layers, then some 240 regions, was seen to take 12 ms instead of 7. So loading, prefill and decode all
 compute here, one after the other, which on the CPU they do anyway.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numba.core.types as nt
@@ -57,14 +58,102 @@ def store_half(_typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def fetch_add(_typing: Any, address: Any) -> Any:
-    """Add one to the int64 at an address and return what it was: hands out work to threads."""
+def load_int(_typing: Any, address: Any) -> Any:
+    """One int64."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=8)
+
+    return nt.int64(nt.int64), emit
+
+
+@intrinsic
+def load_int32(_typing: Any, address: Any) -> Any:
+    """One int32, widened."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        return builder.sext(builder.load(pointer, align=4), _I64)
+
+    return nt.int64(nt.int64), emit
+
+
+@intrinsic
+def set_byte(_typing: Any, address: Any) -> Any:
+    """Write 1 to a byte."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8)
+        builder.store(ir.Constant(byte, 1), builder.inttoptr(args[0], byte.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64), emit
+
+
+@intrinsic
+def int32_pointer(_typing: Any, address: Any) -> Any:
+    """For `numba.carray`."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+
+    return nt.CPointer(nt.int32)(nt.int64), emit
+
+
+@intrinsic
+def int64_pointer(_typing: Any, address: Any) -> Any:
+    """For `numba.carray`."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], _I64.as_pointer())
+
+    return nt.CPointer(nt.int64)(nt.int64), emit
+
+
+@intrinsic
+def add_int(_typing: Any, address: Any, value: Any) -> Any:
+    """Add to the int64 at an address and return what it was. Whoever adds or looks later sees earlier writes."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], _I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, ir.Constant(_I64, 1), "monotonic")
+        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
+
+    return nt.int64(nt.int64, nt.int64), emit
+
+
+@intrinsic
+def look_int(_typing: Any, address: Any) -> Any:
+    """The int64 at an address to which other threads add."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _I64.as_pointer()), "acquire", 8)
 
     return nt.int64(nt.int64), emit
+
+
+@intrinsic
+def relax(_typing: Any) -> Any:
+    """Tell the processor that a loop waits. Nothing on other processors than x86."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if platform.machine().lower() in ("x86_64", "amd64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return nt.void(), emit
+
+
+@intrinsic
+def call_unit(_typing: Any, function: Any, arguments: Any, unit: Any, worker: Any) -> Any:
+    """Call the C function at an address."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64, nt.int64, nt.int64, nt.int64), emit
 
 
 @intrinsic

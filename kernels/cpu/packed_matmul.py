@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
-import numba
-from numba import literally, prange
+from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu.jit import compiled, helper
-from deepinfer.kernels.cpu.memory import store_float
-from deepinfer.kernels.cpu.packed_products import BLOCK, P_INT4, group_sum, packed_products, record_bytes
+from deepinfer.kernels.cpu.jit import helper
+from deepinfer.kernels.cpu.memory import load_int, store_float
+from deepinfer.kernels.cpu.packed_products import BLOCK, group_sum, packed_products, record_bytes
+from deepinfer.kernels.cpu.tasks import unit
 
 ROW_TILE = 64
 """Rows that go through all blocks together: their activations stay in the second-level cache."""
-FEW_ROWS = 16
-"""Up to this many rows their sums are not worth waking threads for."""
 
 
 @helper
@@ -53,43 +51,50 @@ def tile(kind, group, wide, out, x, x_stride, num_rows, sums, sums_stride, w, gr
         row += 8
 
 
-@helper
-def sum_groups(group, x, groups, sums):  # type: ignore[no-untyped-def]
-    """The sums of one row by group."""
-    literally(group)
-    for index in range(groups):
-        store_float(sums + 4 * index, group_sum(group, x + 2 * group * index))
+class PackedUnits(NamedTuple):
+    """Addresses of unit functions."""
+
+    matmul: int
+    """(x bf16 [rows, groups * group], w records [blocks, groups], bias fp32 [16 * blocks], sums fp32 [rows, groups],
+    y [rows, 16 * blocks], rows, blocks, groups, blocks of a unit, units of a row tile). All are contiguous. Unit u
+    takes the rows of the tile u // units and its share of the blocks."""
+    sums: int
+    """(x, sums, groups): sums of x by group, a row for each unit."""
 
 
 @functools.cache
-def packed_matmul_kernel(kind: int, group: int, wide: bool, out_bf16: bool) -> Any:
-    """The compiled function for weights packed with these parameters (see `packed_products`).
-
-    All operands are contiguous and come by address: x bf16 [rows, groups * group], w records [blocks, groups],
-    bias fp32 [16 * blocks], sums (written for 4-bit codes only) fp32 [rows, groups], y bf16 or fp32
-    [rows, 16 * blocks].
-    """
-    record, is_wide, has_sums = record_bytes(kind, group, wide), int(wide), kind == P_INT4
+def packed_units(kind: int, group: int, wide: bool, out_bf16: bool) -> PackedUnits:
+    """Compiled for weights packed with these parameters (see `packed_products`)."""
+    record, is_wide = record_bytes(kind, group, wide), int(wide)
     out = BF16 if out_bf16 else FP32
     out_number, block_bytes = out.number, out.itemsize * BLOCK
 
-    @compiled(numba.void(*[numba.int64] * 8), parallel=True)
-    def matmul(x, w, bias, sums, y, num_rows, num_blocks, groups):  # type: ignore[no-untyped-def]
+    @unit
+    def matmul(arguments, index, worker):  # type: ignore[no-untyped-def]
+        x, w, bias = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
+        sums, y, num_rows = load_int(arguments + 24), load_int(arguments + 32), load_int(arguments + 40)
+        num_blocks, groups = load_int(arguments + 48), load_int(arguments + 56)
+        share, units = load_int(arguments + 64), load_int(arguments + 72)
+        row, first = index // units * ROW_TILE, index % units * share
         x_stride, sums_stride, y_stride = 2 * group * groups, 4 * groups, block_bytes * num_blocks
-        if has_sums and num_rows <= FEW_ROWS:
-            for row in range(num_rows):
-                sum_groups(group, x + row * x_stride, groups, sums + row * sums_stride)
-        elif has_sums:
-            for row in prange(num_rows):
-                sum_groups(group, x + row * x_stride, groups, sums + row * sums_stride)
-        row_tiles = (num_rows + ROW_TILE - 1) // ROW_TILE
-        for unit in prange(row_tiles * num_blocks):
-            row = unit // num_blocks * ROW_TILE
-            block = unit % num_blocks
+        for block in range(first, min(first + share, num_blocks)):
             tile(
                 kind, group, is_wide, out_number, x + row * x_stride, x_stride, min(num_rows - row, ROW_TILE),
                 sums + row * sums_stride, sums_stride, w + block * record * groups, groups, bias + 4 * BLOCK * block,
                 y + row * y_stride + block * block_bytes, y_stride,
             )  # fmt: skip
 
-    return matmul
+    return PackedUnits(matmul.address, _sums_unit(group))
+
+
+@functools.cache
+def _sums_unit(group: int) -> int:
+    @unit
+    def sums_of_row(arguments, index, worker):  # type: ignore[no-untyped-def]
+        x, sums, groups = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
+        for g in range(groups):
+            store_float(
+                sums + 4 * (index * groups + g), group_sum(group, x + 2 * group * (index * groups + g))
+            )  # fmt: skip
+
+    return sums_of_row.address

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu.paged_kernel import NONFINITE, NUM_COUNTERS, SATURATED, paged_attention_kernel
+from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, AttentionUnits, attention_units
 from deepinfer.kernels.cpu.plan import layer_plan
+from deepinfer.kernels.cpu.tasks import Task, bits, recorder, run_tasks
 from deepinfer.kernels.cpu.tiles import TILE
 from deepinfer.kernels.cpu.vec16 import LANES
 from deepinfer.kernels.encoder_counts import EncoderCounts
@@ -30,11 +31,15 @@ class _Workspace(NamedTuple):
     """What the layers of one forward pass share. `owner` is the attention that made it."""
 
     owner: NumbaAttention
-    parallel: bool
+    workers: int
     tiles: np.ndarray
+    each_alone: bool
     queries: np.ndarray
     scratch: np.ndarray
     counters: np.ndarray
+    """int64 [layers, 2]."""
+    arguments: tuple[int, ...]
+    """Those that follow POSITIONS and do not change from layer to layer."""
 
 
 class NumbaAttention(EncoderCounts):
@@ -58,9 +63,8 @@ class NumbaAttention(EncoderCounts):
         self._tile_rows = max(1, min(16, _STATE_FLOATS // (heads_at_once * spec.head_dim)))
         states = self._tile_rows * heads_at_once * (spec.head_dim + 2 * LANES)
         self._scratch_floats = 2 * TILE * spec.head_dim + 2 * LANES + states
-        self._scale, self._eps = np.float32(spec.scale), np.float32(spec.rms_norm_eps)
+        self._scale, self._eps = bits(spec.scale), bits(spec.rms_norm_eps)
         self._biased = tuple(spec.split_key_bias(layer) is not None for layer in range(spec.num_layers))
-        self._compiled: dict[torch.dtype, dict[bool, tuple[Any, Any]]] = {}
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
@@ -68,40 +72,58 @@ class NumbaAttention(EncoderCounts):
         if work is None or work.owner is not self:
             work = batch.workspace = self._prepare(batch)
         self._check_activations(qkv, out, batch.num_rows)
-        self._kernels(qkv.dtype)[self._biased[layer]][work.parallel](
-            self._plans[layer], batch.positions, batch.row_seq, batch.block_tables, work.tiles,
-            batch.nonfinite_rows, work.counters, qkv.data_ptr(), out.data_ptr(), work.queries.ctypes.data,
-            work.scratch.ctypes.data, work.scratch.strides[0], len(work.scratch), self._scale, self._eps,
-        )  # fmt: skip
-        self.count(layer, int(work.counters[SATURATED]), int(work.counters[NONFINITE]))
+        units = self._units_of(layer, qkv.dtype)
+        arguments = (
+            *(self._plans[layer].ctypes.data, *work.arguments),
+            *(batch.nonfinite_rows.ctypes.data, work.counters.ctypes.data + 16 * layer, qkv.data_ptr(), out.data_ptr()),
+            *(work.queries.ctypes.data, work.scratch.ctypes.data, work.scratch.strides[0], self._scale, self._eps),
+        )
+        attends = len(work.tiles) * self._spec.num_kv_heads
+        if work.each_alone:
+            tasks = [Task(units.decode, attends, arguments)]
+        else:
+            tasks = [Task(units.write, batch.num_rows, arguments), Task(units.attend, attends, arguments)]
+        run_tasks(tasks, work.workers, batch, work, qkv, out)
+        taker = recorder()
+        if taker is None:
+            self._note_counts(work)
+        elif layer == self._spec.num_layers - 1:
+            taker.call(lambda: self._note_counts(work))
 
-    def _kernels(self, dtype: torch.dtype) -> dict[bool, tuple[Any, Any]]:
-        """By key bias, for one thread and for all: what any layer needs is there after the first call."""
-        if dtype not in self._compiled:
-            common = self._layout.k, self._layout.v, _ACTIVATIONS[dtype], self._spec.head_dim
-            self._compiled[dtype] = {
-                biased: (
-                    paged_attention_kernel(*common, parallel=False, key_bias=biased),
-                    paged_attention_kernel(*common, parallel=True, key_bias=biased),
-                )
-                for biased in set(self._biased)
-            }
-        return self._compiled[dtype]
+    def _note_counts(self, work: _Workspace) -> None:
+        if work.counters.any():
+            for layer in np.flatnonzero(work.counters.any(axis=1)):
+                self.count(int(layer), int(work.counters[layer, SATURATED]), int(work.counters[layer, NONFINITE]))
+            work.counters.fill(0)
+
+    def _units_of(self, layer: int, dtype: torch.dtype) -> AttentionUnits:
+        return attention_units(
+            self._layout.k, self._layout.v, _ACTIVATIONS[dtype], self._spec.head_dim, self._biased[layer]
+        )
 
     def _prepare(self, batch: AttentionBatch) -> _Workspace:
         """Check a batch once and give it the memory that its layers share."""
-        batch.check(self._layout.block_size, len(self._pool), len(self._cos))
+        self.check(batch)
         row_floats = (self._spec.num_q_heads + self._spec.num_kv_heads) * self._spec.head_dim
         scores = int((batch.positions + 1).sum()) * self._spec.num_q_heads
-        parallel = scores >= PARALLEL_SCORES
+        workers = numba.get_num_threads() if scores >= PARALLEL_SCORES or recorder() is not None else 1
+        tiles = batch.row_tiles(self._tile_rows)
+        tables = batch.block_tables
+        addresses = [part.ctypes.data for part in (batch.positions, batch.row_seq, tables)]
         return _Workspace(
             owner=self,
-            parallel=parallel,
-            tiles=batch.row_tiles(self._tile_rows),
+            workers=workers,
+            tiles=tiles,
+            each_alone=len(tables) == batch.num_rows,
             queries=np.empty((batch.num_rows, row_floats), np.float32),
-            scratch=np.empty((numba.get_num_threads() if parallel else 1, self._scratch_floats), np.float32),
-            counters=np.zeros(NUM_COUNTERS, np.int64),
+            scratch=np.empty((workers, self._scratch_floats), np.float32),
+            counters=np.zeros((self._spec.num_layers, 2), np.int64),
+            arguments=(*addresses, tables.shape[1], tiles.ctypes.data),
         )
+
+    def check(self, batch: AttentionBatch) -> None:
+        """Raises ValueError if a row would read or write where it must not."""
+        batch.check(self._layout.block_size, len(self._pool), len(self._cos))
 
     def _check_activations(self, qkv: Tensor, out: Tensor, rows: int) -> None:
         spec = self._spec

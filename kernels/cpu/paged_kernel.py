@@ -1,28 +1,28 @@
-"""The compiled paged attention: one function per (K codec, V codec, activation dtype, head_dim, split key bias)."""
+"""The compiled paged attention, for each (K codec, V codec, activation dtype, head_dim, split key bias)."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import NamedTuple
 
-import numba
 import numpy as np
-from numba import prange
+from numba import carray
 
 from deepinfer.kernels.codecs import Codec
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.attend import attend_unit
-from deepinfer.kernels.cpu.jit import compiled, helper
+from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.kv_write import make_storable, normalise_head, rotate_head, store_head, unpack_head
-from deepinfer.kernels.cpu.memory import fetch_add
-
-SATURATED, NONFINITE, NEXT_UNIT = range(3)
-NUM_COUNTERS = 3
-"""Entries of a call's int64 counters."""
-_TABLE, _ROWS, _COUNTS = numba.int32[:, ::1], numba.int32[::1], numba.int64[::1]
-_SIGNATURE = numba.void(
-    _COUNTS, _ROWS, _ROWS, _TABLE, _TABLE, numba.boolean[::1], _COUNTS, *[numba.int64] * 6, numba.float32, numba.float32
-)  # fmt: skip
+from deepinfer.kernels.cpu.memory import (
+    add_int,
+    int32_pointer,
+    int64_pointer,
+    load_float,
+    load_int,
+    load_int32,
+    set_byte,
+)
+from deepinfer.kernels.cpu.tasks import unit
 
 
 @helper
@@ -60,69 +60,103 @@ def write_head(  # type: ignore[no-untyped-def]
     return saturated + above, nonfinite + bad
 
 
+class AttentionUnits(NamedTuple):
+    """Addresses of unit functions that take the arguments of `Arguments`."""
+
+    write: int
+    """Stores the key and value of a row, one for each unit."""
+    attend: int
+    """One KV head of a tile of rows for each unit."""
+    decode: int
+    """Both, for tiles of one row whose sequence has no other: it reads no key but its own that is written now."""
+
+
+(
+    LAYER,
+    POSITIONS,
+    ROW_SEQ,
+    TABLES,
+    TABLE_WIDTH,
+    TILES,
+    NONFINITE_ROWS,
+    COUNTERS,
+    QKV,
+    OUT,
+    QUERIES,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SCALE,
+    EPS,
+) = range(15)
+"""Arguments: addresses of the layer's plan and of what `AttentionBatch` holds (NONFINITE_ROWS: bytes [rows], COUNTERS:
+int64 [2] of this layer), of the activations, of the rotated queries fp32 [rows, heads, head_dim] and of each worker's
+scratch. SCALE and EPS are fp32."""
+SATURATED, NONFINITE = range(2)
+
+
 @functools.cache
-def paged_attention_kernel(
-    k: Codec, v: Codec, activations: Codec, head_dim: int, parallel: bool, key_bias: bool
-) -> Any:
-    """The compiled function for these, on all threads or on one. A row's key and value are stored before anything
-    attends to them. With `key_bias` it adds the layer's bias to the keys that it reads.
+def attention_units(k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool) -> AttentionUnits:
+    """Compiled for these, or loaded from disk, when it is first asked for. With `key_bias` the layer's bias is added to
+    the keys that are read.
 
-    Compiled, or loaded from disk, when it is first asked for.
-
-    Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key
-        stable.
+    Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key stable.
     """
     k_codec, k_bytes, k_limit = k.number, k.itemsize, np.float32(k.max_finite)
     v_codec, v_bytes, v_limit = v.number, v.itemsize, np.float32(v.max_finite)
     act_codec, act_bytes, biased = activations.number, activations.itemsize, int(key_bias)
 
-    @compiled(_SIGNATURE, parallel=parallel)
-    def paged_attention(  # type: ignore[no-untyped-def]
-        layer, positions, row_seq, tables, tiles, nonfinite_rows, counters,
-        qkv, out, queries, scratch, scratch_bytes, num_workers, scale, eps,
-    ):  # fmt: skip
-        num_rows, num_kv = len(positions), layer[plan.NUM_KV_HEADS]
-        row_floats = (layer[plan.NUM_Q_HEADS] + num_kv) * head_dim
-        row_bytes = act_bytes * (layer[plan.NUM_Q_HEADS] + 2 * num_kv) * head_dim
-        saturated, nonfinite = 0, 0
-        # A row whose sequence has no other row here reads no key but its own that is written now.
-        each_alone = row_seq[num_rows - 1] == num_rows - 1
-        if not each_alone:
-            for row in prange(num_rows):
-                for head in range(num_kv):
-                    above, bad = write_head(
-                        k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
-                        layer, tables[row_seq[row]], np.int64(positions[row]), qkv + row * row_bytes,
-                        queries + 4 * row * row_floats, head, scale, eps,
-                    )  # fmt: skip
-                    if bad > 0:
-                        nonfinite_rows[row] = True
-                    saturated += above
-                    nonfinite += bad
-        counters[NEXT_UNIT] = 0
-        next_unit = counters.ctypes.data + 8 * NEXT_UNIT
-        num_units = len(tiles) * num_kv
-        for worker in prange(num_workers):
-            unit = fetch_add(next_unit)
-            while unit < num_units:
-                first, end, head = tiles[unit // num_kv, 0], tiles[unit // num_kv, 1], unit % num_kv
-                if each_alone:
-                    above, bad = write_head(
-                        k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
-                        layer, tables[row_seq[first]], np.int64(positions[first]), qkv + first * row_bytes,
-                        queries + 4 * first * row_floats, head, scale, eps,
-                    )  # fmt: skip
-                    if bad > 0:
-                        nonfinite_rows[first] = True
-                    saturated += above
-                    nonfinite += bad
-                attend_unit(
-                    k_codec, k_bytes, v_codec, v_bytes, biased, act_codec, act_bytes, head_dim,
-                    layer, tables[row_seq[first]], positions, np.int64(first), np.int64(end), head,
-                    queries, row_floats, out, scratch + worker * scratch_bytes,
-                )  # fmt: skip
-                unit = fetch_add(next_unit)
-        counters[SATURATED] = saturated
-        counters[NONFINITE] = nonfinite
+    @helper
+    def table_of(arguments, row):  # type: ignore[no-untyped-def]
+        width = load_int(arguments + 8 * TABLE_WIDTH)
+        sequence = load_int32(load_int(arguments + 8 * ROW_SEQ) + 4 * row)
+        return carray(int32_pointer(load_int(arguments + 8 * TABLES) + 4 * sequence * width), (width,))
 
-    return paged_attention
+    @helper
+    def write_of(arguments, layer, row, head):  # type: ignore[no-untyped-def]
+        heads = layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]
+        row_bytes = act_bytes * (heads + layer[plan.NUM_KV_HEADS]) * head_dim
+        saturated, nonfinite = write_head(
+            k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
+            layer, table_of(arguments, row), load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row),
+            load_int(arguments + 8 * QKV) + row * row_bytes,
+            load_int(arguments + 8 * QUERIES) + 4 * row * heads * head_dim, head,
+            load_float(arguments + 8 * SCALE), load_float(arguments + 8 * EPS),
+        )  # fmt: skip
+        if saturated > 0:
+            add_int(load_int(arguments + 8 * COUNTERS) + 8 * SATURATED, saturated)
+        if nonfinite > 0:
+            add_int(load_int(arguments + 8 * COUNTERS) + 8 * NONFINITE, nonfinite)
+            set_byte(load_int(arguments + 8 * NONFINITE_ROWS) + row)
+
+    @helper
+    def attend_of(arguments, layer, first, end, head, worker):  # type: ignore[no-untyped-def]
+        row_floats = (layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]) * head_dim
+        attend_unit(
+            k_codec, k_bytes, v_codec, v_bytes, biased, act_codec, act_bytes, head_dim, layer,
+            table_of(arguments, first), carray(int32_pointer(load_int(arguments + 8 * POSITIONS)), (end,)), first, end,
+            head, load_int(arguments + 8 * QUERIES), row_floats, load_int(arguments + 8 * OUT),
+            load_int(arguments + 8 * SCRATCH) + worker * load_int(arguments + 8 * SCRATCH_BYTES),
+        )  # fmt: skip
+
+    @unit
+    def write(arguments, row, worker):  # type: ignore[no-untyped-def]
+        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        for head in range(layer[plan.NUM_KV_HEADS]):
+            write_of(arguments, layer, row, head)
+
+    @unit
+    def attend(arguments, index, worker):  # type: ignore[no-untyped-def]
+        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        num_kv = layer[plan.NUM_KV_HEADS]
+        tile = load_int(arguments + 8 * TILES) + 8 * (index // num_kv)
+        attend_of(arguments, layer, load_int32(tile), load_int32(tile + 4), index % num_kv, worker)
+
+    @unit
+    def decode(arguments, index, worker):  # type: ignore[no-untyped-def]
+        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        num_kv = layer[plan.NUM_KV_HEADS]
+        row, head = index // num_kv, index % num_kv
+        write_of(arguments, layer, row, head)
+        attend_of(arguments, layer, row, row + 1, head, worker)
+
+    return AttentionUnits(write.address, attend.address, decode.address)

@@ -25,6 +25,7 @@ from deepinfer.kernels.kv_formats import BlockLayout
     SIN_ADDRESS,
     KEY_BIAS_ADDRESS,
 ) = range(14)
+LENGTH = 14
 """Addresses are those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k
 norm. The key bias is fp32 [kv heads, head_dim]; only kernels that are compiled for it read it."""
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import literally, prange
+from numba import literally
 
 from deepinfer.kernels.codecs import Codec
 from deepinfer.kernels.cpu.codecs import load16, store16
-from deepinfer.kernels.cpu.jit import compiled, helper
+from deepinfer.kernels.cpu.jit import helper
+from deepinfer.kernels.cpu.memory import load_float, load_int
+from deepinfer.kernels.cpu.tasks import unit
 from deepinfer.kernels.cpu.vec16 import LANES, add, fma, lane_sum, load_f32, mul, silu, splat, store_f32
 
 
-class RowKernels(NamedTuple):
-    """Compiled functions over addresses, for one activation dtype. Each exists for one thread and for all."""
+class RowUnits(NamedTuple):
+    """Addresses of unit functions, for one activation dtype: a row for each unit."""
 
-    rms_norm: Any
-    add_rms_norm: Any
-    silu_mul: Any
+    rms_norm: int
+    """(x fp32, weight, out, eps, width)."""
+    add_rms_norm: int
+    """(residual fp32, delta, weight, out, eps, width)."""
+    silu_mul: int
+    """(gate and up, out, width)."""
 
 
 @helper
@@ -64,28 +69,30 @@ def silu_row(act_codec, act_bytes, gate, up, width, out):  # type: ignore[no-unt
 
 
 @functools.cache
-def row_kernels(activations: Codec, parallel: bool) -> RowKernels:
-    """The kernels for rows of fp32 or bf16 activations whose width is a multiple of 16."""
+def row_units(activations: Codec) -> RowUnits:
+    """For rows of fp32 or bf16 activations whose width is a multiple of 16."""
     act_codec, act_bytes = activations.number, activations.itemsize
 
-    @compiled(parallel=parallel)
-    def rms_norm(x, weight, eps, out, num_rows, width):  # type: ignore[no-untyped-def]
-        for row in prange(num_rows):
-            norm_row(act_codec, act_bytes, x + 4 * row * width, weight, eps, width, out + act_bytes * row * width)
+    @unit
+    def rms_norm(arguments, row, worker):  # type: ignore[no-untyped-def]
+        x, weight, out = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
+        eps, width = load_float(arguments + 24), load_int(arguments + 32)
+        norm_row(act_codec, act_bytes, x + 4 * row * width, weight, eps, width, out + act_bytes * row * width)
 
-    @compiled(parallel=parallel)
-    def add_rms_norm(residual, delta, weight, eps, out, num_rows, width):  # type: ignore[no-untyped-def]
-        for row in prange(num_rows):
-            at = row * width
-            add_norm_row(
-                act_codec, act_bytes, residual + 4 * at, delta + act_bytes * at, weight, eps, width,
-                out + act_bytes * at,
-            )  # fmt: skip
+    @unit
+    def add_rms_norm(arguments, row, worker):  # type: ignore[no-untyped-def]
+        residual, delta = load_int(arguments), load_int(arguments + 8)
+        weight, out = load_int(arguments + 16), load_int(arguments + 24)
+        eps, width = load_float(arguments + 32), load_int(arguments + 40)
+        at = row * width
+        add_norm_row(
+            act_codec, act_bytes, residual + 4 * at, delta + act_bytes * at, weight, eps, width, out + act_bytes * at
+        )
 
-    @compiled(parallel=parallel)
-    def silu_mul(gate_up, out, num_rows, width):  # type: ignore[no-untyped-def]
-        for row in prange(num_rows):
-            gate = gate_up + act_bytes * 2 * row * width
-            silu_row(act_codec, act_bytes, gate, gate + act_bytes * width, width, out + act_bytes * row * width)
+    @unit
+    def silu_mul(arguments, row, worker):  # type: ignore[no-untyped-def]
+        gate_up, out, width = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
+        gate = gate_up + act_bytes * 2 * row * width
+        silu_row(act_codec, act_bytes, gate, gate + act_bytes * width, width, out + act_bytes * row * width)
 
-    return RowKernels(rms_norm, add_rms_norm, silu_mul)
+    return RowUnits(rms_norm.address, add_rms_norm.address, silu_mul.address)

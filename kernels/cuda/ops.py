@@ -105,5 +105,11 @@ class CudaOps(CudaElementwise):
             raise ValueError(f"attention {backend!r} runs on the CPU only; on this device there is auto")
         return CudaAttention(self._backend, spec, layout, pool, cos.to(self.device), sin.to(self.device))
 
+    def step_programs(self, attention: CudaAttention, max_blocks: int) -> None:
+        return None
+
+    def embed(self, embedding: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
+        return embedding(token_ids)
+
     def step_capture(self, attention: CudaAttention) -> CudaStepCapture:
         return CudaStepCapture(self._backend, attention)

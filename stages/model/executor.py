@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from deepinfer.kernels.attention import AttentionBatch, PagedAttention
+from deepinfer.kernels.cpu.step_programs import StepPrograms
 from deepinfer.stages.model.model import Model
 from deepinfer.stages.model.step_graphs import StepGraphs
 
@@ -31,14 +32,21 @@ class _Buffers(NamedTuple):
 class Executor:
     """The residual stream is float32; everything else is in the model's compute dtype.
 
-    With `graphs`, decode steps are captured and replayed; everything else is computed as it comes. Buffers for up to
+    With `graphs` or `programs`, decode steps are captured or recorded, and replayed; everything else is computed as it
+    comes. Buffers for up to
     `kept_rows` rows are kept from one pass to the next.
     """
 
     def __init__(
-        self, model: Model, attention: PagedAttention, graphs: StepGraphs | None = None, kept_rows: int = KEPT_ROWS
+        self,
+        model: Model,
+        attention: PagedAttention,
+        graphs: StepGraphs | None = None,
+        kept_rows: int = KEPT_ROWS,
+        programs: StepPrograms | None = None,
     ):
-        self._model, self.attention, self.graphs, self._kept_rows = model, attention, graphs, kept_rows
+        self._model, self.attention, self._kept_rows = model, attention, kept_rows
+        self.graphs, self.programs = graphs, programs
         self._buffers: dict[int, _Buffers] = {}
         self.progress = 0
         """Layers that have begun: moves also within a long prefill chunk."""
@@ -55,6 +63,9 @@ class Executor:
         wanted = batch.logits_rows
         if self.graphs is not None and self.graphs.takes(batch.attention, len(wanted)):
             return self.graphs.run(batch.token_ids, batch.attention, self._compute)
+        if self.programs is not None and self.programs.takes(batch.attention, len(wanted)):
+            self.progress += 1
+            return self.programs.run(batch.token_ids, batch.attention, self._compute)
         device = self._model.ops.device
         return self._compute(batch.token_ids.to(device), batch.attention, wanted.to(device))
 
@@ -65,7 +76,7 @@ class Executor:
         nothing here waits for the device or copies to or from the host, so that it can be captured."""
         model, ops, eps = self._model, self._model.ops, self._model.config.rms_norm_eps
         normed, attended, activated = self._buffers_for(token_ids.shape[0])
-        residual = model.embedding(token_ids)
+        residual = ops.embed(model.embedding, token_ids)
         ops.rms_norm(residual, model.layers[0].input_norm, eps, normed)
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):

@@ -1,0 +1,99 @@
+"""Decode steps of the CPU as recorded programs: one for each number of rows, recorded when it is first needed.
+
+A step of 30 layers is some 400 tasks. Called one by one from Python, the calls cost a fifth of a step of one row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numba
+import torch
+from torch import Tensor
+
+from deepinfer.kernels.attention_batch import AttentionBatch
+from deepinfer.kernels.cpu.packed_matmul import ROW_TILE
+from deepinfer.kernels.cpu.tasks import NotRecordableError, Program, Recorder, recording
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[Tensor, AttentionBatch], Tensor]
+"""(token ids int32 [N], the rows) -> logits [N, vocab]."""
+
+
+class _Step:
+    """The inputs of a step of `rows` rows, always in the same memory, and the program that reads them."""
+
+    def __init__(self, rows: int, table_width: int, compute: Compute) -> None:
+        self.token_ids = torch.zeros(rows, dtype=torch.int32)
+        each = torch.arange(rows + 1, dtype=torch.int32)
+        self.batch = AttentionBatch(
+            torch.zeros(rows, dtype=torch.int32), each[:-1], torch.zeros((rows, table_width), dtype=torch.int32), each
+        )
+        with recording() as recorder:
+            self.logits = compute(self.token_ids, self.batch)
+        self._recorder: Recorder = recorder
+        self._steps = [Program(step) if isinstance(step, list) else step for step in recorder.steps]
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, workers: int) -> None:
+        self.token_ids.copy_(token_ids)
+        self.batch.positions[:] = batch.positions
+        self.batch.block_tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+        self.batch.nonfinite_rows.fill(False)
+        for step in self._steps:
+            if isinstance(step, Program):
+                step.run(workers)
+            else:
+                step()
+        batch.nonfinite_rows[:] = self.batch.nonfinite_rows
+
+
+@dataclass
+class StepPrograms:
+    """Owned by one executor, and used by one thread at a time.
+
+    check: raises ValueError for a batch whose rows would read or write where they must not.
+    table_width: blocks of the longest context.
+    """
+
+    check: Callable[[AttentionBatch], None]
+    table_width: int
+    replays: int = 0
+
+    def __post_init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+        self._refused = ""
+
+    @property
+    def captured(self) -> list[tuple[int, int]]:
+        """(rows, most blocks of a context) of every program."""
+        return [(rows, self.table_width) for rows in sorted(self._steps)]
+
+    @property
+    def in_use(self) -> bool:
+        """False once a step was found to contain what cannot be recorded."""
+        return not self._refused
+
+    def takes(self, batch: AttentionBatch, num_logits: int) -> bool:
+        """Whether this is a decode step: one row for each sequence, and the logits of all."""
+        rows = batch.num_rows
+        if self._refused or not 0 < rows == num_logits == len(batch.block_tables) or rows > ROW_TILE:
+            return False
+        return batch.block_tables.shape[1] <= self.table_width
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, compute: Compute) -> Tensor:
+        """Logits [N, vocab] of a step that `takes` said yes to; theirs until the next step."""
+        self.check(batch)
+        step = self._steps.get(batch.num_rows)
+        if step is None:
+            try:
+                step = self._steps[batch.num_rows] = _Step(batch.num_rows, self.table_width, compute)
+            except NotRecordableError as error:
+                self._refused = str(error)
+                log.warning("decode steps run call by call: %s", error)
+                return compute(token_ids, batch)
+        step.run(token_ids, batch, numba.get_num_threads())
+        self.replays += 1
+        return step.logits

@@ -1,0 +1,146 @@
+"""What the CPU kernels run on: tasks cut into units, which the threads take one by one.
+
+A task is a compiled function, its arguments and a number of units. A program is a list of tasks in one parallel
+region: the threads go through it together, and the next task begins when every unit of the one before is done. A
+thread that the system has put aside holds nobody up but in the unit that it is in: the others do its share. Which
+thread does a unit never changes what it computes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import prange
+
+from deepinfer.kernels.cpu.jit import compiled, compiled_unit
+from deepinfer.kernels.cpu.memory import add_int, call_unit, load_int, look_int, relax
+
+MAX_ARGUMENTS = 16
+_FUNCTION, _UNITS, _FIRST_ARGUMENT = range(3)
+_NEXT, _DONE = range(2)
+_LINE = 8
+"""int64 in a cache line: each task's counters have their own."""
+_SPINS = 2000
+"""Looks at a counter before a waiting thread lets others have its core."""
+
+unit = compiled_unit
+"""Compiles f(arguments address, unit, worker). Its arguments are int64 at that address; read them with `load_int`."""
+
+_yield_core = numba.types.ExternalFunction("sched_yield", numba.int32())
+
+
+class NotRecordableError(Exception):
+    """Something in a decode step cannot be part of a program."""
+
+
+class Task(NamedTuple):
+    function: int
+    """Address of a function that `unit` compiled."""
+    units: int
+    arguments: Sequence[int]
+    """At most `MAX_ARGUMENTS` of 64 bits. Whoever runs the task keeps what they point to."""
+
+
+@compiled(numba.void(numba.int64[:, ::1], numba.int64[:, ::1], numba.int64), parallel=True)
+def _run(tasks, counters, num_workers):  # type: ignore[no-untyped-def]
+    for worker in prange(num_workers):
+        for index in range(len(tasks)):
+            task = tasks.ctypes.data + 8 * index * (MAX_ARGUMENTS + _FIRST_ARGUMENT)
+            counter = counters.ctypes.data + 8 * index * _LINE
+            function, units = load_int(task + 8 * _FUNCTION), load_int(task + 8 * _UNITS)
+            mine = add_int(counter + 8 * _NEXT, 1)
+            while mine < units:
+                call_unit(function, task + 8 * _FIRST_ARGUMENT, mine, worker)
+                add_int(counter + 8 * _DONE, 1)
+                mine = add_int(counter + 8 * _NEXT, 1)
+            spins = 0
+            while look_int(counter + 8 * _DONE) < units:
+                relax()
+                spins += 1
+                if spins == _SPINS:
+                    spins = 0
+                    _yield_core()
+
+
+def bits(value: float) -> int:
+    """A float as an argument; `memory.load_float` at its address reads it back."""
+    return int(np.float32(value).view(np.int32))
+
+
+class Program:
+    """Tasks that run one after the other, any number of times."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = np.zeros((len(tasks), MAX_ARGUMENTS + _FIRST_ARGUMENT), np.int64)
+        for row, task in zip(self._tasks, tasks, strict=True):
+            row[_FUNCTION], row[_UNITS] = task.function, task.units
+            row[_FIRST_ARGUMENT : _FIRST_ARGUMENT + len(task.arguments)] = task.arguments
+        self._counters = np.zeros((len(tasks), _LINE), np.int64)
+
+    def run(self, num_workers: int) -> None:
+        self._counters.fill(0)
+        _run(self._tasks, self._counters, num_workers)
+
+
+class Recorder:
+    """Takes down what a decode step does: tasks, calls of Python between them, and the memory that they use."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[Task] | Callable[[], None]] = []
+        self.kept: list[Any] = []
+
+    def task(self, task: Task) -> None:
+        if not self.steps or not isinstance(self.steps[-1], list):
+            self.steps.append([])
+        self.steps[-1].append(task)  # type: ignore[union-attr]
+
+    def keep(self, *owners: Any) -> None:
+        """Until the recording is dropped: tasks know nothing but addresses."""
+        self.kept.extend(owners)
+
+    def call(self, function: Callable[[], None]) -> None:
+        self.steps.append(function)
+
+
+class _Current(threading.local):
+    recorder: Recorder | None = None
+
+
+_current = _Current()
+
+
+def recorder() -> Recorder | None:
+    """Of this thread, while it records."""
+    return _current.recorder
+
+
+def refuse_recording(what: str) -> None:
+    """Called by what is no task. Raises NotRecordableError while this thread records."""
+    if _current.recorder is not None:
+        raise NotRecordableError(f"{what} cannot be part of a recorded step")
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Tasks of this thread are taken down and not run."""
+    made = _current.recorder = Recorder()
+    try:
+        yield made
+    finally:
+        _current.recorder = None
+
+
+def run_tasks(tasks: Sequence[Task], num_workers: int, *owners: Any) -> None:
+    """Now, or when the recording that is going on is replayed; `owners` hold the memory that the tasks use."""
+    taker = recorder()
+    if taker is None:
+        Program(tasks).run(num_workers)
+        return
+    for task in tasks:
+        taker.task(task)
+    taker.keep(*owners)

@@ -1,0 +1,122 @@
+"""Decode steps of the CPU replayed from programs, beside the same steps computed as they come."""
+
+from __future__ import annotations
+
+import numba
+import pytest
+import torch
+from step_runs import MAX_ROWS, Sequences, Side, random_run
+from tiny import save_tiny_llama
+
+from deepinfer.kernels import packed_linear
+from deepinfer.kernels.cpu import step_programs
+from deepinfer.stages.model import load_model, open_checkpoint
+
+pytestmark = pytest.mark.skipif(
+    not packed_linear.available(), reason="without AVX512-BF16 the matmuls are library calls, which are not recorded"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint_path(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint_path):
+    return load_model(open_checkpoint(checkpoint_path), "bf16")
+
+
+@pytest.mark.parametrize("fmt", ["auto", "int8", "e4m3/e5m2"])
+def test_replayed_steps_are_bit_equal_to_computed_ones_in_logits_and_in_the_pool(model, fmt):
+    same, programs = random_run(model, "fp16" if fmt == "auto" else fmt, seed=3, steps=40)
+    assert same
+    assert {rows for rows, _ in programs.captured} >= set(range(1, MAX_ROWS + 1))
+    assert programs.replays >= 20
+    assert programs.in_use
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_number_of_threads_computes_the_same(model, monkeypatch, threads):
+    """More threads than cores as well: then some are put aside in the middle of a step."""
+    monkeypatch.setattr(step_programs.numba, "get_num_threads", lambda: threads)
+    assert random_run(model, "int8", seed=5, steps=20)[0]
+
+
+@pytest.mark.parametrize("part", ["token_ids", "positions", "block_tables"])
+def test_every_input_that_a_replay_does_not_get_shows(model, monkeypatch, part):
+    run = step_programs._Step.run
+
+    def all_but_one(self, token_ids, batch, workers):
+        stale = self.token_ids.numpy() if part == "token_ids" else getattr(self.batch, part)
+        before = stale.copy()
+        fresh = self._steps[0]
+
+        def restore_first():
+            stale[:] = before
+            fresh()
+
+        self._steps[0] = restore_first
+        run(self, token_ids, batch, workers)
+        self._steps[0] = fresh
+
+    monkeypatch.setattr(step_programs._Step, "run", all_but_one)
+    assert not random_run(model, "int8", seed=3)[0]
+
+
+def test_a_row_that_is_not_finite_is_flagged_in_its_own_step_only(model):
+    side, sequences = Side(model, "int8", graphs=True), Sequences(0)
+    names = [sequences.start(3), sequences.start(3)]
+    side.executor.forward(sequences.batch([(name, 0, 3) for name in names]))
+    spans = [(name, 2, 3) for name in names]
+    weight = model.layers[1].input_norm
+    before = weight.clone()
+    clean = sequences.batch(spans)
+    side.executor.forward(clean)
+    broken = sequences.batch(spans[:1])
+    with torch.inference_mode():
+        weight.fill_(float("nan"))
+        try:
+            side.executor.forward(broken)
+        finally:
+            weight.copy_(before)
+    after = sequences.batch(spans)
+    side.executor.forward(after)
+    assert not clean.attention.nonfinite_rows.any()
+    assert broken.attention.nonfinite_rows.all()
+    assert not after.attention.nonfinite_rows.any()
+    layer, counts = max(enumerate(side.executor.attention.kv_counts()), key=lambda item: item[1][1])
+    assert (layer, counts[1] > 0) == (1, True)
+
+
+def test_a_model_that_cannot_be_recorded_runs_call_by_call_and_says_so(checkpoint_path, caplog):
+    fp32 = load_model(open_checkpoint(checkpoint_path), "fp32")
+    same, programs = random_run(fp32, "fp16", seed=3)
+    assert same
+    assert not programs.in_use
+    assert programs.captured == []
+    assert "decode steps run call by call: the dense fp32 matmul cannot be part of a recorded step" in caplog.text
+
+
+def test_a_step_that_would_read_outside_the_pool_is_refused(model):
+    side, sequences = Side(model, "int8", graphs=True), Sequences(0)
+    name = sequences.start(3)
+    sequences.tables[name] = [99]
+    with pytest.raises(ValueError, match="block ids 99"):
+        side.executor.forward(sequences.batch([(name, 2, 3)]))
+
+
+def test_every_unit_of_a_replayed_step_is_done_once(model):
+    num_tasks = 0
+    side, sequences = Side(model, "int8", graphs=True), Sequences(0)
+    name = sequences.start(3)
+    batch = sequences.batch([(name, 2, 3)])
+    side.executor.forward(batch)
+    (step,) = side.graphs._steps.values()
+    with torch.inference_mode():
+        step.run(batch.token_ids, batch.attention, numba.get_num_threads())
+    for program in step._steps:
+        if isinstance(program, step_programs.Program):
+            num_tasks += len(program._tasks)
+            assert (program._counters[:, 1] == program._tasks[:, 1]).all()
+    assert num_tasks == 2 * 8 + 2
