@@ -91,7 +91,7 @@ class Recorder:
     """Takes down what a decode step does: tasks, calls of Python between them, and the memory that they use."""
 
     def __init__(self) -> None:
-        self.steps: list[list[Task] | Callable[[], None]] = []
+        self.steps: list[list[Task] | Callable[[], object]] = []
         self.kept: list[Any] = []
 
     def task(self, task: Task) -> None:
@@ -103,7 +103,7 @@ class Recorder:
         """Until the recording is dropped: tasks know nothing but addresses."""
         self.kept.extend(owners)
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         self.steps.append(function)
 
 
