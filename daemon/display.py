@@ -101,6 +101,7 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
     linears = ", ".join(f"{count} x {kind}" for kind, count in engine["linears"].items())
     return [
         ("model", f"{engine['model']} ({engine['family']}, {engine['layers']} layers)"),
+        ("weights", _files(engine["checkpoint"])),
         (
             "device",
             f"{engine['device']}, {engine['threads']} threads ({engine['runtime']['numba_threading_layer']})",
@@ -124,6 +125,17 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("endpoint", str(status["endpoint"])),
         *((name.replace("_", " "), status[name]) for name in WATCHED_BY if name in status),
     ]
+
+
+def _files(checkpoint: dict[str, Any]) -> str:
+    """Format and types of the tensors, and whatever a loader had to say besides."""
+    types = ", ".join(f"{count} x {name}" for name, count in checkpoint["tensor_types"].items())
+    notes = [
+        f"{name.replace('_', ' ')} ({', '.join(f'{key} {value}' for key, value in checkpoint[name].items())})"
+        for name in ("quantisation",)
+        if name in checkpoint
+    ]
+    return "; ".join([f"{checkpoint['format']}: {types}", *notes])
 
 
 def _key_bias(choice: dict[str, Any]) -> str:

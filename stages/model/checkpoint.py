@@ -14,7 +14,10 @@ from deepinfer.stages.model.config_hf import config_from_folder
 from deepinfer.stages.model.errors import CheckpointError, ModelNotFoundError
 from deepinfer.stages.model.gguf_header import read_header
 from deepinfer.stages.model.gguf_source import GGUFSource, named_tensors, read_rope_frequencies
+from deepinfer.stages.model.json_fields import read_json
 from deepinfer.stages.model.precision import choose_dtype, weight_bytes
+from deepinfer.stages.model.quantisation import scheme_from_json
+from deepinfer.stages.model.quantised_source import QuantisedSource
 from deepinfer.stages.model.safetensors_source import SafetensorsSource
 from deepinfer.stages.model.source import WeightSource
 
@@ -38,13 +41,14 @@ class Checkpoint:
         return weight_bytes(self.source.headers, choose_dtype(dtype, self.source.headers), bf16_copies)
 
     def describe(self) -> dict[str, object]:
+        """What `status` shows of the files. Until the source is closed."""
         headers = self.source.headers.values()
         return {
             "path": str(self.path),
             "format": self.format,
             "tensor_types": dict(Counter(header.dtype for header in headers).most_common()),
             "file_bytes": sum(header.nbytes for header in headers),
-            **self.config.describe(),
+            **self.source.report(),
         }
 
 
@@ -56,7 +60,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     if path.is_dir():
         config = config_from_folder(path)
-        source: WeightSource = SafetensorsSource(path)
+        scheme = scheme_from_json(read_json(path / "config.json"), str(path / "config.json"))
+        source: WeightSource
+        if scheme is None:
+            source = SafetensorsSource(path)
+        else:
+            source = QuantisedSource(path, scheme, parameter_shapes(config))
         _check(path, config, source)
         return Checkpoint(path, "safetensors", config, source)
     if not path.is_file():

@@ -26,7 +26,7 @@ def config_from_folder(folder: Path) -> ModelConfig:
 
 
 def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Raises UnsupportedModelError for an unknown family, RoPE type, activation or quantisation."""
+    """Raises UnsupportedModelError for an unknown family, RoPE type or activation."""
     family = raw.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModelError(
@@ -68,13 +68,6 @@ def _refuse_unsupported(fields: ConfigFields) -> None:
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: silu")
-    quantisation = fields.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-        raise UnsupportedModelError(
-            f"{fields.where}: quantisation {method!r} is not supported in a safetensors folder; supported: "
-            "unquantised float32, float16 and bfloat16, or a GGUF file"
-        )
 
 
 def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int, ...]:

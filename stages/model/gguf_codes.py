@@ -11,24 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepinfer.stages.model.int4 import Int4Groups
+
 GROUP = 32
-
-
-class Int4Groups(NamedTuple):
-    codes: np.ndarray
-    """uint8 [rows, columns], 0 to 15."""
-    scales: np.ndarray
-    """float32 [rows, columns / 32]."""
-    minima: np.ndarray
-    """float32 [rows, columns / 32]."""
-
-    def permuted(self, rows: np.ndarray) -> Int4Groups:
-        return Int4Groups(self.codes[rows], self.scales[rows], self.minima[rows])
-
-    def dense(self) -> np.ndarray:
-        """float32 [rows, columns]."""
-        grouped = self.codes.reshape(*self.scales.shape, GROUP) * self.scales[..., None] + self.minima[..., None]
-        return grouped.reshape(self.codes.shape)
 
 
 def q4_0(raw: np.ndarray) -> Int4Groups:

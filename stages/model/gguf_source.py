@@ -13,6 +13,7 @@ from deepinfer.stages.model import gguf_codes
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.gguf_header import GGUFHeader, GGUFTensor
+from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.source import TensorHeader
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -84,9 +85,7 @@ class GGUFSource:
     def __init__(self, path: Path, tensors: dict[str, GGUFTensor], config: ModelConfig):
         self._tensors, self._config = tensors, config
         self._bytes: np.ndarray | None = np.memmap(path, np.uint8, mode="c")
-        self.headers = {
-            name: TensorHeader(tensor.shape, tensor.type_name, tensor.nbytes) for name, tensor in tensors.items()
-        }
+        self.headers = {name: _header(tensor) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
@@ -102,7 +101,7 @@ class GGUFSource:
         rows = self._row_order(name)
         return values if rows is None else values[torch.from_numpy(rows)]
 
-    def read_int4(self, name: str) -> gguf_codes.Int4Groups | None:
+    def read_int4(self, name: str) -> Int4Groups | None:
         tensor = self._tensors[name]
         reader = gguf_codes.READERS.get(tensor.type_name)
         if reader is None or len(tensor.shape) != 2:
@@ -116,6 +115,9 @@ class GGUFSource:
         if tensor.type_name != "Q8_0" or self._row_order(name) is not None:
             return None
         return gguf_codes.q8_0(self._raw(tensor).reshape(tensor.shape[0], -1))
+
+    def report(self) -> dict[str, object]:
+        return {}
 
     def close(self) -> None:
         self._bytes = None
@@ -133,3 +135,9 @@ class GGUFSource:
         heads = self._config.num_q_heads if match[1] == "q" else self._config.num_kv_heads
         rows = np.arange(heads * self._config.head_dim)
         return rows.reshape(heads, self._config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _header(tensor: GGUFTensor) -> TensorHeader:
+    has_codes = len(tensor.shape) == 2 and tensor.type_name in gguf_codes.READERS
+    group = gguf_codes.GROUP if has_codes else 0
+    return TensorHeader(tensor.shape, tensor.type_name, tensor.nbytes, group, wide=tensor.type_name == "Q4_K")

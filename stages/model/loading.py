@@ -12,8 +12,9 @@ from deepinfer.kernels.ops import CpuOps, Ops
 from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
 from deepinfer.stages.model.embedding import DenseEmbedding, Embedding, HeadEmbedding, Int8Embedding
 from deepinfer.stages.model.errors import CheckpointError
-from deepinfer.stages.model.gguf_codes import GROUP, Int4Groups, Int8Groups
+from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.heap import trim_heap
+from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.key_bias import INLINE, KeyBias, KeyBiasRule, log_choices, sample_keys
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
 from deepinfer.stages.model.precision import choose_dtype, is_packed, keeps_bf16_copies
@@ -39,8 +40,8 @@ def load_model(
     bf16_copies = keeps_bf16_copies(w4_prefill)
     compute_dtype = choose_dtype(dtype, checkpoint.source.headers)
     reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
-    build = _Builder(reader, checkpoint, batch_invariant, bf16_copies, key_bias, ops or CpuOps())
     try:
+        build = _Builder(reader, checkpoint, batch_invariant, bf16_copies, key_bias, ops or CpuOps())
         with torch.inference_mode():
             model = build.model(compute_dtype)
             reader.finish()
@@ -62,6 +63,7 @@ class _Builder:
     ):
         self._reader, self._config = reader, checkpoint.config
         self._path, self._headers = checkpoint.path, checkpoint.source.headers
+        self._files = checkpoint.describe()
         self._batch_invariant, self._bf16_copy = batch_invariant, bf16_copy
         self._key_bias, self._ops = key_bias, ops
 
@@ -81,7 +83,9 @@ class _Builder:
         embedding = HeadEmbedding(head) if tied and isinstance(head, RowTable) else self._embedding(table)
         mode = self._key_bias.mode
         log_choices(mode, self._config, [layer.key_bias for layer in layers])
-        return Model(self._config, compute_dtype, embedding, layers, final_norm, head, tied, mode, self._ops)
+        return Model(
+            self._config, compute_dtype, embedding, layers, final_norm, head, tied, mode, self._ops, self._files
+        )
 
     def _embedding(self, table: Int8Groups | torch.Tensor) -> Embedding:
         return Int8Embedding(table, self._ops.device) if isinstance(table, Int8Groups) else DenseEmbedding(table)
@@ -163,7 +167,7 @@ class _Builder:
             torch.from_numpy(weights.scales),
             torch.from_numpy(weights.minima),
             bias,
-            GROUP,
+            weights.group,
             self._batch_invariant,
             self._bf16_copy,
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -51,6 +52,8 @@ class Model:
     key_bias_mode: str
     ops: Ops
     """Where it lies and what runs it."""
+    checkpoint: Mapping[str, object] = field(default_factory=dict)
+    """What `Checkpoint.describe` said of its files."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -72,6 +75,7 @@ class Model:
         kinds = Counter(linear.kind for layer in self.layers for linear in layer.linears)
         return {
             **self.config.describe(),
+            "checkpoint": dict(self.checkpoint),
             "compute_dtype": self.compute_dtype,
             "weight_bytes": self.weight_bytes,
             "step_weight_bytes": self.step_weight_bytes,

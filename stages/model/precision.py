@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepinfer.kernels import packed_linear
-from deepinfer.stages.model.gguf_codes import GROUP, READERS
+from deepinfer.stages.model.gguf_codes import GROUP
 from deepinfer.stages.model.source import TensorHeader
 
 DTYPES = ("auto", "fp32", "bf16")
@@ -72,8 +72,8 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
     if headers[name].dtype == "Q8_0" and _IN_LAYER.fullmatch(name) is None:
         return count + (2 if packed_linear.available() else 6) * (count // GROUP)
     if len(shape) == 2 and is_packed(name, headers):
-        wide = packed_linear.available() and headers[name].dtype == "Q4_K"
-        scales_and_zeros = (8 if wide else 4) * (count // GROUP)
+        wide = packed_linear.available() and headers[name].wide
+        scales_and_zeros = (8 if wide else 4) * (count // headers[name].group)
         return count // 2 + scales_and_zeros + (2 * count if bf16_copies else 0)
     return 2 * count
 
@@ -88,4 +88,4 @@ def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:
     prefix, part = match.groups()
     together = next((group for group in FUSED if part in group), (part,))
     rows = sum(headers[prefix + member].shape[0] for member in together)
-    return rows % _PACK_ROWS == 0 and all(headers[prefix + member].dtype in READERS for member in together)
+    return rows % _PACK_ROWS == 0 and all(headers[prefix + member].group > 0 for member in together)

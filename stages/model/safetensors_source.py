@@ -9,12 +9,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
-from deepinfer.stages.model.gguf_codes import Int4Groups, Int8Groups
+from deepinfer.stages.model.gguf_codes import Int8Groups
+from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.json_fields import read_json
 from deepinfer.stages.model.source import TensorHeader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SUPPORTED_DTYPES = ("F32", "F16", "BF16")
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+INTEGER_DTYPES = ("I32", "I64", "I8")
+"""Of the parts of quantised matrices."""
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64": 8, "I8": 1}
 _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 """Buffers that old checkpoints carry and that the configuration determines anyway."""
 
@@ -22,7 +26,8 @@ _DERIVED = re.compile(r".*rotary_emb\.inv_freq")
 class SafetensorsSource:
     """Maps every shard at once; raises before weights are read when index and shards disagree."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES):
+        self._dtypes = dtypes
         shards, index = _shards(folder)
         self._files = {shard: _open(folder / shard) for shard in shards}
         self._shard_of: dict[str, str] = {}
@@ -43,13 +48,12 @@ class SafetensorsSource:
             raise CheckpointError(f"{path}: stray tensor {name}: {INDEX} places it in {index.get(name, 'no shard')}")
         part = self._files[shard].get_slice(name)
         shape, dtype = tuple(part.get_shape()), part.get_dtype()
-        if dtype not in SUPPORTED_DTYPES:
+        if dtype not in self._dtypes:
             raise UnsupportedModelError(
-                f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(SUPPORTED_DTYPES)}"
+                f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(self._dtypes)}"
             )
         self._shard_of[name] = shard
-        itemsize = 4 if dtype == "F32" else 2
-        self.headers[name] = TensorHeader(shape, dtype, torch.Size(shape).numel() * itemsize)
+        self.headers[name] = TensorHeader(shape, dtype, torch.Size(shape).numel() * _ITEM_BYTES[dtype])
 
     def read(self, name: str) -> torch.Tensor:
         return self._files[self._shard_of[name]].get_tensor(name)
@@ -59,6 +63,9 @@ class SafetensorsSource:
 
     def read_int8(self, name: str) -> Int8Groups | None:
         return None
+
+    def report(self) -> dict[str, object]:
+        return {}
 
     def close(self) -> None:
         self._files.clear()

@@ -6,14 +6,19 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from deepinfer.stages.model.gguf_codes import Int4Groups, Int8Groups
+from deepinfer.stages.model.gguf_codes import Int8Groups
+from deepinfer.stages.model.int4 import Int4Groups
 
 
 class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
-    """As the file calls it: F32, BF16, Q4_1, ..."""
+    """As the file calls it: F32, BF16, Q4_1, ... or what the method of a quantised folder is called."""
     nbytes: int
+    group: int = 0
+    """Columns that share a scale, where `read_int4` gives codes; 0 where it gives none."""
+    wide: bool = False
+    """Of codes: whether scales or minima need more than the bits of fp16."""
 
 
 class WeightSource(Protocol):
@@ -30,6 +35,10 @@ class WeightSource(Protocol):
 
     def read_int8(self, name: str) -> Int8Groups | None:
         """The same for a tensor in 8-bit groups."""
+        ...
+
+    def report(self) -> dict[str, object]:
+        """What `status` shows beside the types of the tensors: how codes are read, what is not used."""
         ...
 
     def close(self) -> None: ...

@@ -11,7 +11,8 @@ import torch
 
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.errors import CheckpointError
-from deepinfer.stages.model.gguf_codes import Int4Groups, Int8Groups
+from deepinfer.stages.model.gguf_codes import Int8Groups
+from deepinfer.stages.model.int4 import Int4Groups, joined
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)."""
@@ -59,7 +60,7 @@ class WeightReader:
                 raise CheckpointError(f"{self._path}: tensor {name} is not in 4-bit groups")
             self._taken(name, bool(np.isfinite(part.scales).all() and np.isfinite(part.minima).all()))
             parts.append(part)
-        return Int4Groups(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        return joined(parts)
 
     def int8(self, name: str) -> Int8Groups | None:
         """Codes and scales, or None, with nothing read, for a tensor that is not in 8-bit groups."""

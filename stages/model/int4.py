@@ -1,0 +1,48 @@
+"""Weights in 4-bit groups, whatever file they came from: w = scale * code + minimum, and how groups are made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+KERNEL_GROUPS = (128, 64, 32)
+"""Columns that share a scale, in every kernel of every device."""
+
+
+class Int4Groups(NamedTuple):
+    codes: np.ndarray
+    """uint8 [rows, columns], 0 to 15."""
+    scales: np.ndarray
+    """float32 [rows, columns / group]."""
+    minima: np.ndarray
+    """float32 [rows, columns / group]."""
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def permuted(self, rows: np.ndarray) -> Int4Groups:
+        return Int4Groups(self.codes[rows], self.scales[rows], self.minima[rows])
+
+    def dense(self) -> np.ndarray:
+        """float32 [rows, columns]."""
+        grouped = self.codes.reshape(*self.scales.shape, self.group) * self.scales[..., None] + self.minima[..., None]
+        return grouped.reshape(self.codes.shape)
+
+    def split(self, group: int) -> Int4Groups:
+        """The same weights in groups of `group`, which divides the group they have: scales and minima repeated."""
+        times = self.group // group
+        return Int4Groups(self.codes, self.scales.repeat(times, axis=1), self.minima.repeat(times, axis=1))
+
+
+def joined(parts: Sequence[Int4Groups]) -> Int4Groups:
+    """The rows of `parts` below one another, in the smallest of their groups."""
+    group = min(part.group for part in parts)
+    return Int4Groups(*(np.concatenate(column) for column in zip(*(part.split(group) for part in parts), strict=True)))
+
+
+def kernel_group(group: int, columns: int) -> int:
+    """The largest group of the kernels that divides groups of `group` in rows of `columns`, 0 when none does."""
+    return next((size for size in KERNEL_GROUPS if group % size == 0 and columns % size == 0), 0)

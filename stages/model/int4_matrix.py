@@ -1,0 +1,62 @@
+"""One 4-bit matrix of a quantised folder, unpacked: w = scale * (code - zero), exactly as its format defines it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from deepinfer.stages.model.int4 import Int4Groups, kernel_group
+
+_ROWS_AT_ONCE = 512
+
+
+class Int4Matrix(NamedTuple):
+    codes: np.ndarray
+    """uint8 [rows, columns], 0 to 15."""
+    scales: np.ndarray
+    """float32 [rows, groups]."""
+    zeros: np.ndarray
+    """float32 [rows, groups], whole numbers."""
+    group_of: np.ndarray
+    """int [columns]: the group of each column. In act-order files any, else column // group."""
+
+    def dense(self) -> np.ndarray:
+        """float32 [rows, columns], each weight rounded once."""
+        out = np.empty(self.codes.shape, np.float32)
+        for first in range(0, len(out), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            np.subtract(self.codes[rows], self.zeros[rows][:, self.group_of], out=out[rows])
+            out[rows] *= self.scales[rows][:, self.group_of]
+        return out
+
+    def groups(self, size: int) -> Int4Groups:
+        """As the kernels take it, in groups of `size` columns, each of which lies within one group of the file.
+
+        The minimum is -scale * zero: with 16-bit scales it is exact, and so is scale * code + minimum. With float32
+        scales either may be off in the last bit of float32.
+        """
+        of = self.group_of[::size]
+        scales, zeros = self.scales[:, of], self.zeros[:, of]
+        return Int4Groups(self.codes, scales, -scales * zeros)
+
+
+def nibbles(words: np.ndarray) -> np.ndarray:
+    """int32 [rows, n] to uint8 [rows, 8 n], the lowest four bits of a word first."""
+    packed = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    out = np.empty((len(packed), 2 * packed.shape[1]), np.uint8)
+    out[:, 0::2] = packed & 15
+    out[:, 1::2] = packed >> 4
+    return out
+
+
+def plain_groups(columns: int, group: int) -> np.ndarray:
+    """The group of each column when groups are neighbours; the last one may be short."""
+    return np.arange(columns) // group
+
+
+def usable_group(group: int, group_of: np.ndarray) -> int:
+    """The kernels' group for a matrix, 0 when they have none that fits or when its groups are no neighbours."""
+    if not np.array_equal(group_of, plain_groups(len(group_of), group)):
+        return 0
+    return kernel_group(group, len(group_of))

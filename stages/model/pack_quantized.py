@@ -1,0 +1,58 @@
+"""compressed-tensors `pack-quantized`: `weight_packed` int32 [rows, columns / 8 rounded up], lowest nibble first, codes
+that are signed numbers + 8; `weight_scale` [rows, groups]; `weight_zero_point` packed the same way along the rows
+(int8 [rows, groups] in older files), absent when symmetric; `weight_shape`; `weight_g_idx` in act-order files.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepinfer.stages.model.errors import CheckpointError
+from deepinfer.stages.model.int4_matrix import Int4Matrix, nibbles
+from deepinfer.stages.model.packing import FLOATS, Layout, Parts
+
+
+class PackQuantized:
+    type_name = "compressed-tensors int4"
+    parts = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
+
+    def __init__(self, parts: Parts, symmetric: bool):
+        self._parts, self._symmetric = parts, symmetric
+
+    def layout(self, prefix: str) -> Layout:
+        """See `Packing`."""
+        parts = self._parts
+        rows, words = parts.shape(f"{prefix}.weight_packed", ("I32",))
+        parts.expect(f"{prefix}.weight_shape", ("I64", "I32"), 2)
+        stated = parts.integers(f"{prefix}.weight_shape").tolist()
+        columns = stated[1]
+        if stated[0] != rows or -(-columns // 8) != words:
+            raise CheckpointError(
+                f"{parts.where}: tensor {prefix}.weight_shape says {stated}, which does not fit "
+                f"{prefix}.weight_packed of {[rows, words]}"
+            )
+        _, groups = parts.shape(f"{prefix}.weight_scale", FLOATS)
+        parts.expect(f"{prefix}.weight_scale", FLOATS, rows, groups)
+        group = parts.group(f"{prefix}.weight_scale", groups, columns)
+        zeros = f"{prefix}.weight_zero_point"
+        has_zeros = parts.has(zeros)
+        if has_zeros:
+            is_packed = parts.dtype(zeros) != "I8"
+            parts.expect(zeros, ("I32", "I8"), -(-rows // 8) if is_packed else rows, groups)
+        elif not self._symmetric:
+            raise CheckpointError(f"{parts.where}: tensor {zeros} is missing, yet quantization_config says asymmetric")
+        group_of = parts.group_of(f"{prefix}.weight_g_idx", columns, group, groups)
+        return Layout(rows, columns, group, group_of, has_zeros)
+
+    def unpack(self, prefix: str, layout: Layout) -> Int4Matrix:
+        codes = nibbles(self._parts.integers(f"{prefix}.weight_packed"))[:, : layout.columns]
+        scales = self._parts.floats(f"{prefix}.weight_scale")
+        zeros = np.full_like(scales, 8)
+        if layout.has_zeros:
+            stored = self._parts.integers(f"{prefix}.weight_zero_point")
+            is_packed = stored.dtype == np.int32
+            zeros[:] = nibbles(stored.T)[:, : layout.rows].T if is_packed else stored.astype(np.float32) + 8
+        return Int4Matrix(np.ascontiguousarray(codes), scales, zeros, layout.group_of)
+
+    def report(self) -> dict[str, object]:
+        return {"method": "compressed-tensors", "format": "pack-quantized"}

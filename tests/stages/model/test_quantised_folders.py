@@ -1,0 +1,249 @@
+"""AWQ, GPTQ and compressed-tensors folders: codes, scales and zero points, exactly as their formats define them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from executor_runner import Runner
+from quantised_folders import (
+    QuantisedFolder,
+    awq_config,
+    awq_parts,
+    compressed_config,
+    gptq_config,
+    gptq_parts,
+    pack_quantized_parts,
+    quantise,
+)
+from reference import teacher_forced_logits
+from tiny_checkpoints import random_ids, tiny_model
+
+from deepinfer.stages.model import Checkpoint, load_model, open_checkpoint
+
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
+UP = "model.layers.1.mlp.up_proj"
+
+
+def _folder(path: Path, method: str, group: int = 128, symmetric: bool = False, **options: Any) -> QuantisedFolder:
+    """`options`: dtype of the scales, version of gptq, group_of, dense, family, and fields of the configuration."""
+    version, dense = options.pop("version", 1), options.pop("dense", ())
+    how = {key: options.pop(key) for key in ("dtype", "group_of") if key in options}
+    model = tiny_model(options.pop("family", "llama"), **options.pop("sizes", WIDE))
+    quantised = partial(quantise, group=group, symmetric=symmetric, **how)
+    parts: dict[str, Callable] = {
+        "awq": awq_parts,
+        "gptq": partial(gptq_parts, version=version),
+        "compressed-tensors": partial(pack_quantized_parts, symmetric=symmetric),
+    }
+    config = {
+        "awq": partial(awq_config, group),
+        "gptq": partial(gptq_config, group, symmetric),
+        "compressed-tensors": partial(compressed_config, group, symmetric),
+    }[method](**options)
+    return QuantisedFolder(model, path, quantised, parts[method], config, dense)
+
+
+CASES = {
+    "awq, 128": ("awq", 128, False, {}),
+    "awq, 64": ("awq", 64, False, {}),
+    "awq, 32": ("awq", 32, False, {}),
+    "awq, whole rows": ("awq", -1, False, {}),
+    "gptq v1": ("gptq", 128, False, {}),
+    "gptq v1, symmetric": ("gptq", 128, True, {}),
+    "gptq v2": ("gptq", 64, False, {"version": 2, "checkpoint_format": "gptq_v2"}),
+    "gptq v2, symmetric": ("gptq", 32, True, {"version": 2, "checkpoint_format": "gptq_v2"}),
+    "gptq, whole rows": ("gptq", -1, True, {}),
+    "compressed-tensors, 128": ("compressed-tensors", 128, False, {}),
+    "compressed-tensors, 32, symmetric, bf16 scales": ("compressed-tensors", 32, True, {"dtype": torch.bfloat16}),
+    "compressed-tensors, channels": ("compressed-tensors", -1, False, {}),
+    "compressed-tensors, channels, symmetric": ("compressed-tensors", -1, True, {}),
+}
+
+
+def _check_weights(checkpoint: Checkpoint, folder: QuantisedFolder, in_codes: bool = True) -> None:
+    """Both forms of every matrix are the definition, to the bit."""
+    for name, expected in folder.weights.items():
+        assert torch.equal(checkpoint.source.read(name), expected), name
+        groups = checkpoint.source.read_int4(name)
+        assert (groups is not None) == in_codes
+        if groups is not None:
+            assert torch.equal(torch.from_numpy(groups.dense()), expected), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_of_every_scheme_are_exactly_what_the_format_defines(case: str, tmp_path: Path) -> None:
+    method, group, symmetric, options = CASES[case]
+    folder = _folder(tmp_path, method, group, symmetric, **options)
+    checkpoint = open_checkpoint(folder.write())
+    _check_weights(checkpoint, folder)
+    report = checkpoint.source.report()["quantisation"]
+    assert isinstance(report, dict)
+    assert (report["method"], report["with_codes"], report["dequantised"]) == (method, 14, 0)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_matrix_that_compressed_tensors_packed_means_what_it_unpacks_to(
+    dtype: torch.dtype, group: int, symmetric: bool, tmp_path: Path
+) -> None:
+    folder = _folder(tmp_path, "compressed-tensors", group, symmetric)
+    weights = folder.config["config_groups"]["group_0"]["weights"]
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    q = quantise(folder.weights[f"{UP}.weight"].roll(3), group, symmetric, dtype)
+    state = {"weight": q.weight().to(dtype), "weight_scale": q.scales}
+    if not symmetric:
+        state["weight_zero_point"] = (q.zeros - 8).to(torch.int8)
+    packed = PackedQuantizationCompressor.compress(state, scheme)
+    expected = PackedQuantizationCompressor.decompress(packed, scheme)["weight"]
+    folder.tensors |= {f"{UP}.{part}": tensor for part, tensor in packed.items()}
+    source = open_checkpoint(folder.write()).source
+    assert torch.equal(source.read(f"{UP}.weight").to(dtype), expected)
+    assert expected.dtype == dtype
+    groups = source.read_int4(f"{UP}.weight")
+    assert groups is not None
+    assert (torch.from_numpy(groups.dense()).to(dtype) - expected).abs().max() <= 1e-6 * (dtype == torch.float32)
+
+
+def test_zero_points_of_older_compressed_tensors_files_are_signed_bytes(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "compressed-tensors", 64, symmetric=False)
+    name = f"{UP}.weight_zero_point"
+    packed = folder.tensors[name].numpy().astype("<u4")
+    nibbles = torch.from_numpy((packed[:, None] >> (4 * torch.arange(8).numpy()[:, None])) & 15).reshape(384, -1)
+    folder.tensors[name] = (nibbles.long() - 8).to(torch.int8)
+    _check_weights(open_checkpoint(folder.write()), folder)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("version", "label"), [(1, "gptq_v2"), (2, "gptq")])
+def test_zero_points_of_a_gptq_file_are_read_by_its_data_when_its_label_lies(
+    version: int, label: str, symmetric: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _folder(tmp_path, "gptq", 128, symmetric, version=version, checkpoint_format=label)
+    checkpoint = open_checkpoint(folder.write())
+    _check_weights(checkpoint, folder)
+    report = checkpoint.source.report()["quantisation"]
+    assert isinstance(report, dict)
+    assert (report["zero_points"], report["labelled"]) == (f"v{version}", label)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert f"read as v{version}" in record.message
+    assert f"checkpoint_format {label}" in record.message
+
+
+def test_a_gptq_file_whose_data_decide_nothing_is_read_as_labelled(tmp_path: Path) -> None:
+    for version, label in ((1, "gptq"), (2, "gptq_v2")):
+        folder = _folder(tmp_path / label, "gptq", 128, version=version, checkpoint_format=label)
+        for name, tensor in folder.tensors.items():
+            if name.endswith("qweight"):  # Codes of 15 throughout lie far above every zero point.
+                folder.weights[name.removesuffix(".qweight") + ".weight"][:] = 0
+                folder.tensors[name] = torch.full_like(tensor, -1)
+        source = open_checkpoint(folder.write()).source
+        report = source.report()["quantisation"]
+        assert isinstance(report, dict)
+        assert report["zero_points"] == f"v{version}"
+
+
+def test_zero_points_of_0_in_a_v1_file_borrow_and_are_found_again(tmp_path: Path) -> None:
+    def zero_first(weight: torch.Tensor):
+        q = quantise(weight, 128)
+        q.zeros[::3] = 0
+        q.zeros[1::3, 0] = 15
+        return q
+
+    model = tiny_model("llama", **WIDE)
+    folder = QuantisedFolder(model, tmp_path, zero_first, gptq_parts, gptq_config(128, False))
+    _check_weights(open_checkpoint(folder.write()), folder)
+
+
+def test_act_order_columns_are_dequantised_with_the_groups_that_g_idx_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", **WIDE)
+
+    def shuffled(weight: torch.Tensor):
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+        return quantise(weight, 128, group_of=(torch.arange(weight.shape[1]) // 128)[order])
+
+    folder = QuantisedFolder(model, tmp_path, shuffled, gptq_parts, gptq_config(128, False, desc_act=True))
+    checkpoint = open_checkpoint(folder.write())
+    _check_weights(checkpoint, folder, in_codes=False)
+    assert f"{UP}.weight has groups that the kernels do not have (its columns are in act-order)" in caplog.text
+    loaded = load_model(checkpoint, dtype="bf16")
+    assert {kind.split()[0] for kind in loaded.describe()["linears"]} == {"dense"}
+    assert loaded.describe()["checkpoint"]["quantisation"]["dequantised"] == 14
+
+
+def test_act_order_with_neighbouring_groups_keeps_its_codes(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "gptq", 128, desc_act=True)
+    _check_weights(open_checkpoint(folder.write()), folder)
+
+
+def test_groups_that_the_kernels_do_not_have_are_split_or_dequantised(tmp_path: Path) -> None:
+    sizes = {**WIDE, "hidden_size": 320, "intermediate_size": 336, "num_attention_heads": 5, "num_key_value_heads": 1}
+    for group, split in ((256, 64), (96, 32), (-1, 64), (48, 0)):
+        folder = _folder(tmp_path / str(group), "awq", group, sizes=sizes)
+        source = open_checkpoint(folder.write()).source
+        for name, expected in folder.weights.items():
+            columns_fit = expected.shape[1] == 320
+            assert source.headers[name].group == (split if columns_fit else 0), name
+            assert torch.equal(source.read(name), expected)
+            groups = source.read_int4(name)
+            assert groups is None or torch.equal(torch.from_numpy(groups.dense()), expected)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_modules_that_are_not_quantised_load_as_they_are_and_the_estimate_counts_them(
+    method: str, tmp_path: Path
+) -> None:
+    folder = _folder(tmp_path, method, 64, dense=("layers.0.mlp.down_proj", "layers.1.self_attn.v_proj"))
+    checkpoint = open_checkpoint(folder.write())
+    model = load_model(checkpoint, w4_prefill="int4")
+    kinds = model.describe()["linears"]
+    assert {kind.split()[0]: count for kind, count in kinds.items()} == {"w4a16": 6, "dense": 2}
+    norms = sum(4 * header.shape[0] for header in checkpoint.source.headers.values() if len(header.shape) == 1)
+    assert checkpoint.weight_bytes_estimate == pytest.approx(model.weight_bytes + norms, rel=0.02)
+
+
+def _reference_logits(folder: QuantisedFolder, ids: list[int], family: str = "llama") -> torch.Tensor:
+    """Of transformers, with the weights that the folder means."""
+    model = tiny_model(family, **WIDE)
+    state = {name: tensor.float() for name, tensor in folder.tensors.items() if tensor.is_floating_point()}
+    known = {name for name, _ in model.named_parameters()}
+    missing, _ = model.load_state_dict(
+        {name: tensor for name, tensor in {**state, **folder.weights}.items() if name in known}, strict=False
+    )
+    assert not missing
+    return teacher_forced_logits(model, ids)
+
+
+@pytest.mark.parametrize(
+    ("method", "family"), [("awq", "llama"), ("gptq", "qwen2"), ("gptq", "qwen3"), ("compressed-tensors", "llama")]
+)
+def test_logits_agree_with_transformers_on_the_dequantised_weights_to_the_compute_dtype(
+    method: str, family: str, tmp_path: Path
+) -> None:
+    folder = _folder(tmp_path, method, 128, family=family)
+    ids = random_ids(40)
+    expected = _reference_logits(folder, ids, family)
+    path = folder.write()
+    exact = Runner(load_model(open_checkpoint(path), dtype="fp32")).feed({0: ids}, all_rows=True)
+    assert expected.abs().max() > 0.5
+    assert (exact - expected).abs().max() <= 1e-4
+    packed = load_model(open_checkpoint(path))
+    assert packed.compute_dtype == "bf16"
+    assert all("w4a16" in linear.kind for layer in packed.layers for linear in layer.linears)
+    got = Runner(packed).feed({0: ids}, all_rows=True)
+    assert 0 < (got - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
+
+
+def test_a_bias_of_zeros_that_the_model_has_not_is_dropped(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "gptq", 128)
+    folder.tensors[f"{UP}.bias"] = torch.zeros(384, dtype=torch.float16)
+    assert f"{UP}.bias" not in open_checkpoint(folder.write()).source.headers
