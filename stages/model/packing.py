@@ -27,10 +27,15 @@ class Layout(NamedTuple):
 
 
 class Packing(Protocol):
-    type_name: str
-    """Of the matrices, in `status`."""
-    parts: tuple[str, ...]
-    """Endings of the tensors of one matrix; the first one makes it one."""
+    @property
+    def type_name(self) -> str:
+        """Of the matrices, in `status`."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Endings of the tensors of one matrix; the first one makes it one."""
+        ...
 
     def layout(self, prefix: str) -> Layout:
         """Raises CheckpointError for tensors that are missing, of a wrong dtype or do not fit one another."""
@@ -66,7 +71,7 @@ class Parts:
             )
         if len(header.shape) != dims or 0 in header.shape:
             raise CheckpointError(
-                f"{self.where}: tensor {name} has shape {list(header.shape)}, expected {dims} extents"
+                f"{self.where}: tensor {name} has shape {list(header.shape)}, expected {dims} extents, none of them 0"
             )
         return header.shape
 
