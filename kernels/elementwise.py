@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu.rows import row_units
+from deepinfer.kernels.cpu.rows import argmax_unit, row_units
 from deepinfer.kernels.cpu.tasks import Task, bits, refuse_recording, run_tasks
 from deepinfer.kernels.cpu.vec16 import LANES
 
@@ -71,6 +71,18 @@ def reference_silu_mul(gate_up: Tensor) -> Tensor:
     """The plain torch form: fp32 [N, I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def argmax(logits: Tensor, num_valid: int) -> Tensor:
+    """int32 [R] of fp32 [R, vocab]: the lowest id among the highest of the first `num_valid`, -1 where one of them is
+    not finite."""
+    if logits.dtype != torch.float32 or not logits.is_contiguous() or not 0 < num_valid <= logits.shape[1]:
+        raise ValueError(f"argmax needs contiguous fp32 logits, {num_valid} of them valid, not {logits.dtype}")
+    ids = torch.empty(len(logits), dtype=torch.int32)
+    arguments = (logits.data_ptr(), ids.data_ptr(), logits.shape[1], num_valid)
+    workers = numba.get_num_threads() if logits.numel() >= PARALLEL_ELEMENTS else 1
+    run_tasks([Task(argmax_unit(), len(logits), arguments)], workers, logits, ids)
+    return ids
 
 
 def _is_odd(width: int) -> bool:

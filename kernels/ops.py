@@ -42,7 +42,8 @@ class Ops(Protocol):
     @property
     def argmax(self) -> Callable[[Tensor, int], Tensor] | None:
         """Of fp32 logits [R, vocab] and a number of valid ones: int32 [R], the lowest id among the highest valid ones;
-        -1 where one of them is NaN or +inf, or all are -inf. None where the host has the logits anyway."""
+        -1 where one of them is NaN or +inf, or all are -inf, and where it is up to the host: perhaps where one is -inf.
+        """
         ...
 
     def new_stream(self, name: str) -> Stream: ...
@@ -114,7 +115,7 @@ class CpuOps:
     name = device = "cpu"
     fast_bf16: bool | None = None
     overlaps = False
-    argmax = None
+    argmax = staticmethod(elementwise.argmax)
     capture: Callable[[Callable[[], None]], Graph] | None = None
     new_stream = staticmethod(AtOnce)
 

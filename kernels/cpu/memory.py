@@ -79,6 +79,18 @@ def load_int32(_typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def store_int32(_typing: Any, address: Any, value: Any) -> Any:
+    """Write the lower half of an int64."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        low = builder.trunc(args[1], ir.IntType(32))
+        builder.store(low, builder.inttoptr(args[0], low.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64, nt.int64), emit
+
+
+@intrinsic
 def set_byte(_typing: Any, address: Any) -> Any:
     """Write 1 to a byte."""
 

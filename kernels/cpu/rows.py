@@ -13,9 +13,21 @@ from numba import literally
 from deepinfer.kernels.codecs import Codec
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_float, load_int
+from deepinfer.kernels.cpu.memory import load_float, load_int, store_int32
 from deepinfer.kernels.cpu.tasks import unit
-from deepinfer.kernels.cpu.vec16 import LANES, add, fma, lane_sum, load_f32, mul, silu, splat, store_f32
+from deepinfer.kernels.cpu.vec16 import (
+    LANES,
+    add,
+    fma,
+    lane_max,
+    lane_sum,
+    larger,
+    load_f32,
+    mul,
+    silu,
+    splat,
+    store_f32,
+)
 
 
 class RowUnits(NamedTuple):
@@ -27,6 +39,10 @@ class RowUnits(NamedTuple):
     """(residual fp32, delta, weight, out, eps, width)."""
     silu_mul: int
     """(gate and up, out, width)."""
+
+
+_PIECE = 256
+"""Logits between two looks at the highest so far."""
 
 
 @helper
@@ -96,3 +112,38 @@ def row_units(activations: Codec) -> RowUnits:
         silu_row(act_codec, act_bytes, gate, gate + act_bytes * width, width, out + act_bytes * row * width)
 
     return RowUnits(rms_norm.address, add_rms_norm.address, silu_mul.address)
+
+
+@functools.cache
+def argmax_unit() -> int:
+    """(logits fp32 [rows, width], ids int32 [rows], width, number of valid logits): a row for each unit. The lowest id
+    among the highest valid logits; -1 if one of them is not finite."""
+
+    @unit
+    def argmax(arguments, row, worker):  # type: ignore[no-untyped-def]
+        width, num_valid = load_int(arguments + 16), load_int(arguments + 24)
+        logits = load_int(arguments) + 4 * row * width
+        best, place, lowest, zero = np.float32(-np.inf), 0, splat(np.float32(-np.inf)), splat(np.float32(0.0))
+        taint = zero
+        whole = num_valid - num_valid % LANES
+        for first in range(0, whole, _PIECE):
+            highest = lowest
+            for lane in range(first, min(first + _PIECE, whole), LANES):
+                values = load_f32(logits + 4 * lane)
+                highest, taint = larger(highest, values), fma(values, zero, taint)
+            peak = lane_max(highest)
+            if peak > best:
+                best, place = peak, first
+        rest = lane_sum(taint)
+        token = np.int64(-1)
+        for index in range(place, min(place + _PIECE, whole)):
+            if token < 0 and load_float(logits + 4 * index) == best:
+                token = index
+        for index in range(whole, num_valid):
+            value = load_float(logits + 4 * index)
+            rest += value * np.float32(0.0)
+            if value > best:
+                best, token = value, index
+        store_int32(load_int(arguments + 8) + 4 * row, token if rest == np.float32(0.0) else np.int64(-1))
+
+    return argmax.address

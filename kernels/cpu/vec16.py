@@ -165,6 +165,16 @@ def magnitude_max(_typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def larger(_typing: Any, a: Any, b: Any) -> Any:
+    """The larger of both, lane by lane. A NaN gives way."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return call(builder, "llvm.maxnum.v16f32", VF32, *args)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
 def keep_lanes(_typing: Any, value: Any, first: Any, end: Any, fill: Any) -> Any:
     """Lanes first <= i < end of `value`, `fill` in the others: a select, so what was there cannot leak."""
 

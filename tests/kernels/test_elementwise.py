@@ -5,11 +5,32 @@ import torch
 
 from deepinfer.kernels.elementwise import (
     add_rms_norm,
+    argmax,
     reference_rms_norm,
     reference_silu_mul,
     rms_norm,
     silu_mul,
 )
+
+
+def test_argmax_gives_the_lowest_id_of_the_highest_and_minus_one_for_rows_that_are_not_finite():
+    for vocab, num_valid in ((49152, 49152), (49152, 49100), (300, 299), (16, 16), (15, 7), (1, 1)):
+        logits = torch.randint(-9, 9, (9, vocab), generator=torch.Generator().manual_seed(vocab)).float()
+        logits[0] = random(vocab)
+        logits[1, num_valid - 1] = 100.0
+        logits[2, 0] = 100.0
+        logits[3] = -5.0
+        logits[4:7, num_valid // 2] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+        logits[7, num_valid:] = 1e9
+        expected = [int(row[:num_valid].argmax()) if row[:num_valid].isfinite().all() else -1 for row in logits]
+        lowest = [
+            int((row[:num_valid] == row[best]).nonzero()[0]) if best >= 0 else -1
+            for row, best in zip(logits, expected, strict=True)
+        ]
+        assert argmax(logits, num_valid).tolist() == lowest
+    with pytest.raises(ValueError, match="301 of them valid"):
+        argmax(torch.zeros(1, 300), 301)
+
 
 DTYPES = [torch.float32, torch.bfloat16]
 

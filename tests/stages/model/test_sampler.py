@@ -257,11 +257,11 @@ def test_logits_of_another_shape_or_dtype_are_refused():
 # --- rows that are decided where the logits lie ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def kernel_argmax():
+@pytest.fixture(scope="module", params=["cpu", "host-emulation"])
+def kernel_argmax(request):
     from deepinfer.kernels.devices import open_device
 
-    return open_device("host-emulation").argmax
+    return open_device(request.param).argmax
 
 
 def hard_logits(seed) -> torch.Tensor:
