@@ -31,6 +31,8 @@ class GGUFTensor:
     offset: int
     """Bytes from the start of the file."""
     nbytes: int
+    path: Path
+    """The file that holds it."""
 
     @property
     def type_name(self) -> str:
@@ -167,4 +169,4 @@ def _placed(cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, of
         raise CheckpointError(
             f"{cursor.path}: tensor {name} ends at byte {offset + nbytes} of {len(cursor.data)}; the file is cut"
         )
-    return GGUFTensor(name, type_id, shape, offset, nbytes)
+    return GGUFTensor(name, type_id, shape, offset, nbytes, cursor.path)

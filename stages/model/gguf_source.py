@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -16,7 +15,7 @@ from deepinfer.stages.model.gguf_header import GGUFHeader, GGUFTensor
 from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.source import TensorHeader
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 ROPE_FREQUENCIES = "rope_freqs.weight"
 
 _TOP = {
@@ -50,7 +49,7 @@ def hf_name(name: str) -> str | None:
     return part and f"model.layers.{match[1]}.{part}.{match[3]}"
 
 
-def named_tensors(header: GGUFHeader, path: Path) -> dict[str, GGUFTensor]:
+def named_tensors(header: GGUFHeader) -> dict[str, GGUFTensor]:
     """Tensors by Hugging Face name. Raises for an unsupported type and for a tensor that nobody knows."""
     named: dict[str, GGUFTensor] = {}
     for name, tensor in header.tensors.items():
@@ -58,33 +57,36 @@ def named_tensors(header: GGUFHeader, path: Path) -> dict[str, GGUFTensor]:
             continue
         target = hf_name(name)
         if target is None:
-            raise CheckpointError(f"{path}: stray tensor {name}: no parameter of this model has that name")
+            raise CheckpointError(f"{tensor.path}: stray tensor {name}: no parameter of this model has that name")
         if tensor.type_name not in SUPPORTED_TYPES:
             raise UnsupportedModelError(
-                f"{path}: tensor {name} has type {tensor.type_name}; supported: {', '.join(SUPPORTED_TYPES)}"
+                f"{tensor.path}: tensor {name} has type {tensor.type_name}; supported: {', '.join(SUPPORTED_TYPES)}"
             )
         named[target] = tensor
     return named
 
 
-def read_rope_frequencies(header: GGUFHeader, path: Path) -> tuple[float, ...]:
+def read_rope_frequencies(header: GGUFHeader) -> tuple[float, ...]:
     tensor = header.tensors.get(ROPE_FREQUENCIES)
     if tensor is None:
         return ()
     if tensor.type_name != "F32":
-        raise UnsupportedModelError(f"{path}: tensor {ROPE_FREQUENCIES} has type {tensor.type_name}; supported: F32")
-    values = np.fromfile(path, np.float32, tensor.nbytes // 4, offset=tensor.offset)
+        raise UnsupportedModelError(
+            f"{tensor.path}: tensor {ROPE_FREQUENCIES} has type {tensor.type_name}; supported: F32"
+        )
+    values = np.fromfile(tensor.path, np.float32, tensor.nbytes // 4, offset=tensor.offset)
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise CheckpointError(f"{path}: tensor {ROPE_FREQUENCIES} holds values that are not positive numbers")
+        raise CheckpointError(f"{tensor.path}: tensor {ROPE_FREQUENCIES} holds values that are not positive numbers")
     return tuple(float(value) for value in values)
 
 
 class GGUFSource:
-    """Reads from a memory map that lives until `close` (copy on write: the file is never changed)."""
+    """Reads from memory maps of all parts that live until `close` (copy on write: no file is ever changed)."""
 
-    def __init__(self, path: Path, tensors: dict[str, GGUFTensor], config: ModelConfig):
+    def __init__(self, tensors: dict[str, GGUFTensor], config: ModelConfig):
         self._tensors, self._config = tensors, config
-        self._bytes: np.ndarray | None = np.memmap(path, np.uint8, mode="c")
+        paths = {tensor.path for tensor in tensors.values()}
+        self._bytes = {path: np.memmap(path, np.uint8, mode="c") for path in paths}
         self.headers = {name: _header(tensor) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
@@ -117,15 +119,16 @@ class GGUFSource:
         return gguf_codes.q8_0(self._raw(tensor).reshape(tensor.shape[0], -1))
 
     def report(self) -> dict[str, object]:
-        return {}
+        parts = len({tensor.path for tensor in self._tensors.values()})
+        return {"parts": parts} if parts > 1 else {}
 
     def close(self) -> None:
-        self._bytes = None
+        self._bytes.clear()
 
     def _raw(self, tensor: GGUFTensor) -> np.ndarray:
-        if self._bytes is None:
+        if not self._bytes:
             raise ValueError("the GGUF file is closed")
-        return self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
+        return self._bytes[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
 
     def _row_order(self, name: str) -> np.ndarray | None:
         """llama files hold q and k for a RoPE of neighbouring pairs; ours rotates halves. None: as stored."""

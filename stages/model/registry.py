@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from deepinfer.stages.model.errors import ModelNotFoundError
+from deepinfer.stages.model.gguf_names import part_names
 from deepinfer.stages.model.wheel_model import SMOLLM2_135M, WheelModel, obtain
 
 ALIASES: dict[str, WheelModel] = {"smollm2-135m": SMOLLM2_135M}
@@ -17,13 +19,16 @@ _DUPLICATES = ["consolidated*", "original/*", "onnx/*"]
 def resolve_model(name_or_path: str | Path) -> Path:
     """A GGUF file or a folder, fetched if need be and then found again without the network.
 
-    Accepts an existing path, an alias ("smollm2-135m"), "org/name" (safetensors) and "org/name:file.gguf".
+    Accepts an existing path, an alias ("smollm2-135m"), "org/name" (safetensors) and "org/name:file.gguf", with
+    all its parts if it is split.
     Raises ModelNotFoundError that says what would be right.
     """
     name = str(name_or_path)
     path = Path(name).expanduser()
     if name and path.exists():
-        return path.resolve()
+        return Path(
+            os.path.abspath(path)
+        )  # Not resolved: the hub cache links files whose names say which part they are.
     if name in ALIASES:
         return obtain(name, ALIASES[name])
     match = _HUB_ID.fullmatch(name)
@@ -45,7 +50,10 @@ def _from_hub(repo: str, file: str | None) -> Path:
 
     try:
         if file is not None:
-            return Path(hf_hub_download(repo, file))
+            first, *others = part_names(file) or [file]
+            for other in others:
+                hf_hub_download(repo, other)
+            return Path(hf_hub_download(repo, first))
         return Path(snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns=_DUPLICATES))
     except LocalEntryNotFoundError as error:
         raise ModelNotFoundError(

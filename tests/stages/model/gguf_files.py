@@ -28,7 +28,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-HALF_BYTES = {"Q4_K": (0, 2), "Q6_K": (208,)}
+HALF_BYTES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the fp16 numbers of a block begin; random bytes there could be NaN."""
 
 
@@ -78,12 +78,16 @@ def llama3_divisors(inverse_frequencies: np.ndarray, rope: dict[str, Any]) -> np
 
 
 class GGUFModelFile:
-    """Collects metadata and tensors of a transformers model; `write` puts them into a file."""
+    """Collects metadata and tensors of a transformers model; `write` puts them into a file, or into parts of
+    `part_tensors` tensors each, and gives the first.
+    """
 
-    def __init__(self, path: Path, model: PreTrainedModel, architecture: str, type_name: str = "F32"):
+    def __init__(
+        self, path: Path, model: PreTrainedModel, architecture: str, type_name: str = "F32", part_tensors: int = 0
+    ):
         config = model.config
         self.path = path
-        self.writer = gguf.GGUFWriter(str(path), architecture)
+        self.writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=part_tensors)
         self.writer.add_context_length(config.max_position_embeddings)
         self.writer.add_embedding_length(config.hidden_size)
         self.writer.add_block_count(config.num_hidden_layers)
@@ -106,7 +110,7 @@ class GGUFModelFile:
         self.writer.write_kv_data_to_file()
         self.writer.write_tensors_to_file()
         self.writer.close()
-        return self.path
+        return self.path if self.path.exists() else min(self.path.parent.glob(f"{self.path.stem}-*-of-*.gguf"))
 
     @staticmethod
     def _tensors(model: PreTrainedModel, architecture: str, type_name: str):

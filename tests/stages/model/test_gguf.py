@@ -106,7 +106,7 @@ def test_8_bit_embedding_and_head_keep_their_codes_and_give_fp32_logits(tied: bo
 
 
 def test_types_without_four_bit_groups_offer_no_codes(tmp_path: Path) -> None:
-    for type_name in ("Q8_0", "Q6_K", "F16"):
+    for type_name in ("Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "F16"):
         file = GGUFModelFile(tmp_path / type_name, tiny_model("qwen2", **WIDE), "qwen2", type_name).write()
         assert open_checkpoint(file).source.read_int4(UP) is None
 

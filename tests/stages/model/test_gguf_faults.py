@@ -28,10 +28,10 @@ def _llama_file(path: Path) -> GGUFModelFile:
 def test_an_unsupported_type_is_refused_with_tensor_and_type(tmp_path: Path) -> None:
     file = _llama_file(tmp_path)
     file.tensors["blk.1.ffn_up.weight"] = (
-        gguf.quantize(np.ones((512, 256), np.float32), gguf.GGMLQuantizationType.Q5_0),
-        "Q5_0",
+        gguf.quantize(np.ones((512, 256), np.float32), gguf.GGMLQuantizationType.TQ2_0),
+        "TQ2_0",
     )
-    with pytest.raises(UnsupportedModelError, match=r"blk\.1\.ffn_up\.weight has type Q5_0; supported: F32, F16"):
+    with pytest.raises(UnsupportedModelError, match=r"blk\.1\.ffn_up\.weight has type TQ2_0; supported: F32, F16"):
         open_checkpoint(file.write())
 
 
