@@ -17,6 +17,7 @@ from deepinfer.daemon.cli_keys import keys_group
 from deepinfer.daemon.cli_operate import dump, logs, reload
 from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
 from deepinfer.daemon.config import ConfigError, DaemonConfig
+from deepinfer.daemon.kv_quality_config import KvQuality
 from deepinfer.daemon.options import options_of
 from deepinfer.daemon.runtime_folder import FolderError
 from deepinfer.daemon.setting import given
@@ -182,6 +183,24 @@ def validate_kernels(device: str, checkpoint: str | None, output: Path | None) -
     from deepinfer.daemon.validate_kernels import run_validation
 
     sys.exit(run_validation(device, checkpoint, output))
+
+
+@main.command("kv-quality")
+@options_of(KvQuality)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw quality against bytes per token.")
+def kv_quality(output: Path | None, plot: Path | None, **options: Any) -> None:
+    """Compare KV formats with keys and values in the compute dtype. Exit code 1 when one is outside the gate."""
+    from deepinfer.kernels.openmp import limit_spinning
+
+    limit_spinning()
+    from deepinfer.daemon.kv_quality import run_kv_quality
+    from deepinfer.stages.model.errors import ModelError
+
+    try:
+        sys.exit(run_kv_quality(KvQuality(**given(options)), output, plot))
+    except (ConfigError, ModelError) as error:
+        fail(str(error), EXIT_CONFIG)
 
 
 @main.group()

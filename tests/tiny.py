@@ -1,15 +1,24 @@
-"""A tiny random Llama with a tokenizer and a chat template: a whole checkpoint that loads in no time.
+"""Tiny random models with a tokenizer and a chat template: whole checkpoints that load in no time.
 
 Random weights serve exactness tests only: what it says means nothing, but it says the same thing every time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 MAX_CONTEXT = 512
@@ -29,20 +38,36 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_tiny_llama(folder: Path, head_dim: int = 16) -> Path:
     torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=MAX_CONTEXT,
-        eos_token_id=0,
-        bos_token_id=None,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return _save(LlamaForCausalLM(LlamaConfig(**_sizes(), head_dim=head_dim)), folder)
+
+
+def save_tiny_qwen2(folder: Path, key_biases: Mapping[int, float]) -> Path:
+    """`key_biases`: key channel of the first layer to its bias; the others have none."""
+    torch.manual_seed(7)
+    model = Qwen2ForCausalLM(Qwen2Config(**_sizes()))
+    with torch.no_grad():
+        for channel, bias in key_biases.items():
+            model.model.layers[0].self_attn.k_proj.bias[channel] = bias
+    return _save(model, folder)
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": 264,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_CONTEXT,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "initializer_range": 0.5,
+        "tie_word_embeddings": False,
+    }
+
+
+def _save(model: PreTrainedModel, folder: Path) -> Path:
+    model.to(torch.float32).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

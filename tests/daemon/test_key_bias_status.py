@@ -6,9 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from tiny import MAX_CONTEXT, byte_tokenizer
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny import save_tiny_qwen2
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.display import summary_rows
@@ -20,27 +18,7 @@ PROMPT = "The quick brown fox jumps"
 @pytest.fixture(scope="module")
 def biased_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2 whose first layer has key biases beyond what E4M3 holds."""
-    folder = tmp_path_factory.mktemp("tiny-qwen2")
-    torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_CONTEXT,
-        eos_token_id=0,
-        bos_token_id=None,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config).to(torch.float32)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.bias[[7, 15, 22]] = torch.tensor([600.0, -900.0, 700.0])
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_tiny_qwen2(tmp_path_factory.mktemp("tiny-qwen2"), {7: 600.0, 15: -900.0, 22: 700.0})
 
 
 def status_after_an_answer(folder, **settings):

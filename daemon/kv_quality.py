@@ -1,0 +1,155 @@
+"""`deepinfer-daemon kv-quality`: what a KV format changes in what a model says, against keys and values in the compute
+dtype. In this process, without sockets; the pool, the attention and the executor are the engine's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deepinfer.daemon.bench_serving import conditions
+from deepinfer.daemon.kv_quality_config import KvQuality
+from deepinfer.daemon.kv_quality_measure import measure_exact, measure_format
+from deepinfer.daemon.kv_quality_paged import BLOCK_SIZE, PagedModel
+from deepinfer.daemon.kv_quality_report import check_plot, gate_failures, print_report, write_plot
+from deepinfer.daemon.kv_quality_text import Material, read_material
+from deepinfer.daemon.setting import ConfigError
+from deepinfer.kernels import KVFormat, resolve_kv_format
+from deepinfer.kernels.cpu_runtime import configure_threads
+from deepinfer.kernels.devices import DeviceError, open_device
+from deepinfer.stages.memory.sizes import blocks_for
+from deepinfer.stages.model import Model, load_model, load_tokenizer, open_checkpoint, resolve_model
+from deepinfer.stages.model.key_bias import KeyBiasRule
+from deepinfer.stages.model.precision import choose_dtype
+
+
+def run_kv_quality(settings: KvQuality, output: Path | None, plot: Path | None) -> int:
+    """Prints a table; returns the exit code: 1 when the gate failed. Raises ConfigError and the model's errors."""
+    settings.check()
+    if plot is not None:
+        check_plot()
+    report = _measure(settings)
+    report["gate"]["failed"] = failures = gate_failures(report)
+    print_report(report)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        click.echo(f"written to {output}")
+    if plot is not None:
+        write_plot(report, plot)
+        click.echo(f"written to {plot}")
+    return 1 if failures else 0
+
+
+def _measure(settings: KvQuality) -> dict[str, Any]:
+    models = _Models(settings)
+    material = read_material(settings, load_tokenizer(models.path))
+    tokens = _pool_tokens(material, settings)
+    if material.longest > models.max_context:
+        raise ConfigError(
+            f"window is {settings.window} and passkey_tokens {settings.passkey_tokens}; the longest context of this "
+            f"model is {models.max_context}"
+        )
+    base, *formats = models.formats()
+    model = models.model_for(base)
+    paged = _paged(model, base, tokens, settings.chunk)
+    exact = measure_exact(paged, material, settings.skip, settings.new_tokens)
+    eos = frozenset(model.config.eos_token_ids)
+    measured = {}
+    for number, fmt in enumerate(formats):
+        click.echo(f"{fmt.name}, {number + 1} of {len(formats)}", err=True)
+        paged = _paged(models.model_for(fmt), fmt, tokens, settings.chunk)
+        measured[fmt.name] = measure_format(paged, material, exact, settings.skip, eos)
+    return {
+        **conditions(),
+        "model": settings.model,
+        "model_sha256": _fingerprint(models.path),
+        "engine": {"device": models.ops.name, "threads": models.threads, **model.describe()},
+        "settings": {**asdict(settings), "formats": list(measured), "text": material.source},
+        "text": {"source": material.source, "tokens": material.tokens, "windows": len(material.windows)},
+        "passkey_prompts": [
+            {"tokens": len(passkey.prompt), "depth": passkey.depth} for passkey in material.passkeys
+        ],
+        "baseline": {
+            "format": base.name,
+            "positions": sum(len(rows) for rows in exact.logits),
+            "perplexity": exact.perplexity,
+            "passkeys": exact.passkeys,
+        },
+        "formats": measured,
+        "gate": {"max_kld": settings.max_kld, "min_top1": settings.min_top1},
+    }  # fmt: skip
+
+
+def _paged(model: Model, fmt: KVFormat, tokens: int, chunk: int) -> PagedModel:
+    try:
+        return PagedModel(model, fmt, tokens, chunk)
+    except ValueError as error:
+        raise ConfigError(f"formats has {fmt.name}, which {model.ops.name} does not run here: {error}") from error
+
+
+def _pool_tokens(material: Material, settings: KvQuality) -> int:
+    """For the longest sequence, and for all greedy ones side by side."""
+    greedy = sum(blocks_for(len(prompt) + settings.new_tokens, BLOCK_SIZE) for prompt in material.prompts)
+    return max(blocks_for(material.longest, BLOCK_SIZE), greedy) * BLOCK_SIZE
+
+
+class _Models:
+    """The model, loaded once. Where its keys are biased, the format of the keys decides which layers store them split:
+    then it is loaded for each of these formats, and the one before is dropped."""
+
+    def __init__(self, settings: KvQuality) -> None:
+        self._settings = settings
+        self.threads = settings.threads or len(os.sched_getaffinity(0))
+        try:
+            configure_threads(self.threads)
+            self.ops = open_device(settings.device)
+        except (ValueError, DeviceError) as error:
+            raise ConfigError(str(error)) from error
+        self.path = resolve_model(settings.model)
+        checkpoint = open_checkpoint(self.path)
+        self._dtype = choose_dtype(settings.dtype, checkpoint.source.headers, self.ops.fast_bf16)
+        self._biased, self.max_context = checkpoint.config.qkv_bias, checkpoint.config.max_context
+        checkpoint.source.close()
+        self._loaded: tuple[str, Model] | None = None
+
+    def formats(self) -> list[KVFormat]:
+        """The compute dtype first, then the others that are to be measured, each once. Raises ConfigError if there is
+        no other."""
+        names = ["auto", *self._settings.format_names]
+        found = {fmt.name: fmt for fmt in (resolve_kv_format(name, self._dtype) for name in names)}
+        if len(found) == 1:
+            raise ConfigError(
+                f"formats is {self._settings.formats!r}; with compute dtype {self._dtype} that is what the others are "
+                "compared with: name another format",
+                "formats",
+            )
+        return list(found.values())
+
+    def model_for(self, fmt: KVFormat) -> Model:
+        variant = fmt.k.name if self._biased else ""
+        if self._loaded is None or self._loaded[0] != variant:
+            self._loaded = None
+            rule = KeyBiasRule(self._settings.kv_key_bias, fmt.k)
+            model = load_model(open_checkpoint(self.path), self._dtype, key_bias=rule, ops=self.ops)
+            self._loaded = (variant, model)
+        return self._loaded[1]
+
+
+def _fingerprint(path: Path) -> str:
+    """SHA-256 of the file, or of all weight files of the folder, by name."""
+    digest = hashlib.sha256()
+    for file in _weight_files(path):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _weight_files(path: Path) -> Iterator[Path]:
+    yield from [path] if path.is_file() else sorted(path.glob("*.safetensors"))
