@@ -17,7 +17,7 @@ from deepinfer.daemon.setting import ConfigError
 
 def test_the_command_swaps_once_a_pair_and_reports_copies_pauses_and_goals(tiny_path, tmp_path):
     output = tmp_path / "swap.json"
-    small = ["--num-blocks", "28", "--pair-tokens", "400", "--rounds", "1", "--iterations", "2", "--threads", "1"]
+    small = ["--num-blocks", "28", "--pair-tokens", "192", "--rounds", "1", "--iterations", "2", "--threads", "1"]
     result = CliRunner().invoke(
         main, ["bench", "swap", "--model", str(tiny_path), *small, "--output", str(output)], catch_exceptions=False
     )
