@@ -132,7 +132,7 @@ def _files(checkpoint: dict[str, Any]) -> str:
     types = ", ".join(f"{count} x {name}" for name, count in checkpoint["tensor_types"].items())
     notes = [
         f"{name.replace('_', ' ')} ({', '.join(f'{key} {value}' for key, value in checkpoint[name].items())})"
-        for name in ("quantisation",)
+        for name in ("quantisation", "kv_scales")
         if name in checkpoint
     ]
     return "; ".join([f"{checkpoint['format']}: {types}", *notes])

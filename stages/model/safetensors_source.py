@@ -12,6 +12,7 @@ from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.json_fields import read_json
+from deepinfer.stages.model.kv_scales import KVScales
 from deepinfer.stages.model.source import TensorHeader
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,6 +31,7 @@ class SafetensorsSource:
         self._dtypes = dtypes
         shards, index = _shards(folder)
         self._files = {shard: _open(folder / shard) for shard in shards}
+        self._kv_scales = KVScales()
         self._shard_of: dict[str, str] = {}
         self.headers: dict[str, TensorHeader] = {}
         for shard, file in self._files.items():
@@ -38,6 +40,7 @@ class SafetensorsSource:
         for name, shard in (index or {}).items():
             if name not in self._shard_of and not _DERIVED.fullmatch(name):
                 raise CheckpointError(f"{folder / INDEX} places tensor {name} in {shard}, which does not hold it")
+        self._kv_scales.log(folder)
 
     def _add(self, path: Path, shard: str, name: str, index: dict[str, str] | None) -> None:
         if _DERIVED.fullmatch(name):
@@ -53,6 +56,9 @@ class SafetensorsSource:
                 f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(self._dtypes)}"
             )
         self._shard_of[name] = shard
+        if KVScales.is_one(name):
+            self._kv_scales.add(path, name, self._files[shard].get_tensor(name))
+            return
         self.headers[name] = TensorHeader(shape, dtype, torch.Size(shape).numel() * _ITEM_BYTES[dtype])
 
     def read(self, name: str) -> torch.Tensor:
@@ -65,7 +71,7 @@ class SafetensorsSource:
         return None
 
     def report(self) -> dict[str, object]:
-        return {}
+        return self._kv_scales.report()
 
     def close(self) -> None:
         self._files.clear()
