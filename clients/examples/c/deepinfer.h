@@ -83,6 +83,8 @@ static inline connection read_connection(void)
         die("%s belongs to another user", path);
     size_t length = fread(json, 1, sizeof json - 1, file);
     json[length] = 0;
+    if (length == sizeof json - 1)
+        die("%s is too long", path);
     fclose(file);
     json_text(json, "endpoint", to.endpoint, sizeof to.endpoint);
     json_text(json, "metrics_endpoint", to.metrics_endpoint, sizeof to.metrics_endpoint);
