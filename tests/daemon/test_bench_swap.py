@@ -27,7 +27,7 @@ def test_the_command_swaps_once_a_pair_and_reports_copies_pauses_and_goals(tiny_
     assert forced["swaps"] == forced["moved"]["requests"] == forced["stayed"]["requests"] == 2
     assert forced["out"]["copies_per_swap"] == forced["in"]["copies_per_swap"] == 1
     assert forced["out"]["bytes_per_swap"] == forced["in"]["bytes_per_swap"]
-    assert forced["out"]["bytes_per_swap"] % report["engine"]["block_bytes"] == 0
+    assert forced["swaps"] * forced["out"]["bytes_per_swap"] % report["engine"]["block_bytes"] == 0
     assert forced["plain_copy"]["samples"] == 2
     assert forced["moved"]["longest_gap_ms"] > forced["stayed"]["longest_gap_ms"]
     assert beside["steps_measured"]["alone"] > 0
