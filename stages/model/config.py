@@ -8,6 +8,8 @@ from deepinfer.stages.model.errors import CheckpointError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MAX_INTEGER = 2**40
+"""No size that a file states reaches it."""
 MAX_LAYERS = 1000
 """More than any model has; a damaged file must not make us build tables for a billion layers."""
 
@@ -91,9 +93,18 @@ def check_sizes(layers: int, q_heads: int, kv_heads: int, head_dim: int, where: 
         raise CheckpointError(f"{where}: the head size is {head_dim}, expected a positive even number")
 
 
-def context_length(rope: RopeConfig, stated: int) -> int:
-    """yarn reaches factor times the original context, also where the checkpoint states the original one."""
-    return max(stated, int(rope.original_max_positions * rope.factor)) if rope.rope_type == "yarn" else stated
+def context_length(rope: RopeConfig, stated: int, where: str) -> int:
+    """yarn reaches factor times the original context, also where the checkpoint states the original one. Raises
+    CheckpointError, naming the file `where`, when that is more than any model has.
+    """
+    if rope.rope_type != "yarn":
+        return stated
+    stretched = rope.original_max_positions * rope.factor
+    if stretched >= MAX_INTEGER:
+        raise CheckpointError(
+            f"{where}: yarn's factor {rope.factor} times {rope.original_max_positions} original positions is too much"
+        )
+    return max(stated, int(stretched))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from deepinfer.stages.model.config import ModelConfig, RopeConfig, check_sizes, context_length
+from deepinfer.stages.model.config import MAX_INTEGER, ModelConfig, RopeConfig, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.json_fields import positive_number
 from deepinfer.stages.model.rope_json import yarn_mscale
@@ -41,6 +42,10 @@ def config_from_gguf(
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(name, head_dim) != head_dim:
             raise UnsupportedModelError(f"{where}: {name} {keys.get(name)} differs from the head size {head_dim}")
+    if len(frequency_divisors) not in (0, head_dim // 2):
+        raise CheckpointError(
+            f"{where}: tensor rope_freqs.weight has {len(frequency_divisors)} values, expected {head_dim // 2}"
+        )
     rope = _rope(keys, frequency_divisors)
     window = keys.integer("attention.sliding_window", 0, least=0)
     return ModelConfig(
@@ -52,7 +57,7 @@ def config_from_gguf(
         head_dim=head_dim,
         intermediate_size=keys.integer("feed_forward_length"),
         vocab_size=_vocab_size(keys),
-        max_context=context_length(rope, keys.integer("context_length")),
+        max_context=context_length(rope, keys.integer("context_length"), where),
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         windows=(window,) * num_layers,
@@ -76,13 +81,14 @@ class _Keys:
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(name, default)
-        if isinstance(value, list) and len(set(value)) == 1:
+        if isinstance(value, array) and len(set(value)) == 1:
             value = value[0]
-        if isinstance(value, list):
+        if isinstance(value, array):
             raise UnsupportedModelError(f"{self.where}: {self.prefix}.{name} differs from layer to layer")
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or not least <= value < MAX_INTEGER:
             raise CheckpointError(
-                f"{self.where}: {self.prefix}.{name} is {value!r}, expected an integer of at least {least}"
+                f"{self.where}: {self.prefix}.{name} is {value!r}, "
+                f"expected an integer of at least {least} and below {MAX_INTEGER}"
             )
         return value
 
@@ -92,7 +98,7 @@ class _Keys:
 
 def _vocab_size(keys: _Keys) -> int:
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
-    count = len(tokens) if isinstance(tokens, list) else tokens
+    count = len(tokens) if isinstance(tokens, list | array) else tokens
     return keys.integer("vocab_size", count)
 
 

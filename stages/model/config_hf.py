@@ -51,7 +51,7 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         vocab_size=fields.integer("vocab_size"),
-        max_context=context_length(rope, fields.integer("max_position_embeddings")),
+        max_context=context_length(rope, fields.integer("max_position_embeddings"), fields.where),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         windows=_windows(fields, family, num_layers),

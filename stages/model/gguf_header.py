@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class GGUFTensor:
 @dataclass(frozen=True)
 class GGUFHeader:
     metadata: dict[str, Any]
-    """An array of strings is represented by its length alone, unless the reader was asked for its name."""
+    """Arrays of numbers are `array`s; one of strings is its length alone, unless the reader was asked for its name."""
     tensors: dict[str, GGUFTensor]
     nbytes: int
     """Of metadata and tensor table, from the start of the file."""
@@ -87,14 +88,23 @@ class _Cursor:
         if count > len(self.data) - self.at:
             raise self.broken(f"an array of {count} values")
         if type_id in _SCALARS:
-            values = self.unpack(f"{count}{_SCALARS[type_id]}") if count else ()
-            return list(values) if isinstance(values, tuple) else [values]
+            return self._numbers(_SCALARS[type_id], count)
         if type_id == _STRING and not keep_strings:
             self._skip_strings(count)
             return count
         if type_id == _ARRAY:
             raise self.broken("an array of arrays")
         return [self.value(type_id, keep_strings) for _ in range(count)]
+
+    def _numbers(self, fmt: str, count: int) -> array:
+        """As compact as in the file, however many there are."""
+        values = array("B" if fmt == "?" else fmt)
+        size = values.itemsize * count
+        if size > len(self.data) - self.at:
+            raise self.broken("the header ends too early")
+        values.frombytes(self.data[self.at : self.at + size])
+        self.at += size
+        return values
 
     def _skip_strings(self, count: int) -> None:
         at, data, last = self.at, self.data, len(self.data) - 8

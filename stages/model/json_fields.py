@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepinfer.stages.model.config import MAX_INTEGER
 from deepinfer.stages.model.errors import CheckpointError
 
 _REQUIRED = object()
+MAX_BYTES = 64 * 2**20
+"""Of one JSON file. The index of a model of a hundred thousand tensors has 10 MB."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -40,8 +43,10 @@ class ConfigFields:
         value = self.get(name, default)
         if value is _REQUIRED:
             raise CheckpointError(f"{self.where}: field {name} is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise CheckpointError(f"{self.where}: {name} is {value!r}, expected an integer of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_INTEGER:
+            raise CheckpointError(
+                f"{self.where}: {name} is {value!r}, expected an integer of at least {least} and below {MAX_INTEGER}"
+            )
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
@@ -57,19 +62,27 @@ class ConfigFields:
 
 
 def positive_number(value: Any, name: str, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number <= 0:
         raise CheckpointError(f"{where}: {name} is {value!r}, expected a positive number")
-    return float(value)
+    return number
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError when the file is absent, is no JSON or holds no object."""
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, expected at most {MAX_BYTES}")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # Bad syntax, bad UTF-8, or a number of thousands of digits.
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{path} is not valid JSON: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, expected a JSON object")
     return value

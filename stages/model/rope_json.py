@@ -57,17 +57,21 @@ def rope_from_json(fields: ConfigFields) -> RopeConfig:
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
         truncate=bool(scaling.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(scaling, factor),
+        attention_factor=_yarn_attention_factor(scaling, factor, fields.where),
     )
 
 
-def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float, where: str) -> float:
     given = scaling.get("attention_factor")
     if given is not None:
-        return float(given)
+        return positive_number(given, "attention_factor of rope_type yarn", where)
     mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if mscale and mscale_all:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
+        own, everywhere = (
+            yarn_mscale(factor, positive_number(value, "mscale of rope_type yarn", where))
+            for value in (mscale, mscale_all)
+        )
+        return own / everywhere
     return yarn_mscale(factor)
 
 
