@@ -67,11 +67,8 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float, where: str
         return positive_number(given, "attention_factor of rope_type yarn", where)
     mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if mscale and mscale_all:
-        own, everywhere = (
-            yarn_mscale(factor, positive_number(value, "mscale of rope_type yarn", where))
-            for value in (mscale, mscale_all)
-        )
-        return own / everywhere
+        own = yarn_mscale(factor, positive_number(mscale, "mscale of rope_type yarn", where))
+        return own / yarn_mscale(factor, positive_number(mscale_all, "mscale_all_dim of rope_type yarn", where))
     return yarn_mscale(factor)
 
 
