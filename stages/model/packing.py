@@ -89,7 +89,7 @@ class Parts:
     def group(self, scales: str, groups: int, columns: int) -> int:
         """Columns that share a scale, of `groups` that the tensor `scales` has; one of the stated sizes."""
         for stated in sorted(self._scheme.groups):
-            size = columns if stated == PER_ROW else stated
+            size = columns if stated == PER_ROW else min(stated, columns)
             if -(-columns // size) == groups:
                 return size
         stated_sizes = ", ".join(str(size) for size in sorted(self._scheme.groups))

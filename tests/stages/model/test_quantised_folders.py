@@ -185,6 +185,12 @@ def test_act_order_with_neighbouring_groups_keeps_its_codes(tmp_path: Path) -> N
     _check_weights(open_checkpoint(folder.write()), folder)
 
 
+def test_a_group_size_beyond_the_row_is_the_whole_row(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "awq", -1)
+    folder.config["group_size"] = 10**30
+    _check_weights(open_checkpoint(folder.write()), folder)
+
+
 def test_groups_that_the_kernels_do_not_have_are_split_or_dequantised(tmp_path: Path) -> None:
     sizes = {**WIDE, "hidden_size": 320, "intermediate_size": 336, "num_attention_heads": 5, "num_key_value_heads": 1}
     for group, split in ((256, 64), (96, 32), (-1, 64), (48, 0)):
