@@ -70,7 +70,7 @@ def _measure(settings: KvQuality) -> dict[str, Any]:
         **conditions(),
         "model": settings.model,
         "model_sha256": _fingerprint(models.path),
-        "engine": {"device": models.ops.name, "threads": models.threads, **model.describe()},
+        "engine": {"device": models.ops.name, "threads": models.threads, **_described(model)},
         "settings": {**asdict(settings), "formats": list(measured), "text": material.source},
         "text": {"source": material.source, "tokens": material.tokens, "windows": len(material.windows)},
         "passkey_prompts": [
@@ -140,6 +140,11 @@ class _Models:
             model = load_model(open_checkpoint(self.path), self._dtype, key_bias=rule, ops=self.ops)
             self._loaded = (variant, model)
         return self._loaded[1]
+
+
+def _described(model: Model) -> dict[str, object]:
+    """Without the place of the checkpoint, which is this machine's affair: `model_sha256` says which one it was."""
+    return {name: value for name, value in model.describe().items() if name != "checkpoint"}
 
 
 def _fingerprint(path: Path) -> str:

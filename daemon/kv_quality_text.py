@@ -49,7 +49,7 @@ def read_material(settings: KvQuality, tokenizer: Tokenizer) -> Material:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text is {settings.text!r}, which cannot be read as UTF-8: {error}", "text") from error
+        raise ConfigError(f"text is {str(path)!r}, which cannot be read as UTF-8: {error}", "text") from error
     begin = tokenizer.encode("")
     ids = tokenizer.encode(text, add_special=False)
     return Material(

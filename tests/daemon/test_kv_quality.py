@@ -83,6 +83,7 @@ def test_the_report_says_what_was_measured_where_and_how(measured):
     report, printed, _ = measured
     assert {"command", "machine", "versions", "date", "model", "model_sha256", "engine", "settings"} <= set(report)
     assert len(report["model_sha256"]) == 64
+    assert "checkpoint" not in report["engine"], "a path of this machine"
     assert report["baseline"]["format"] == "fp32"
     assert report["settings"]["formats"] == FORMATS
     for name, row in report["formats"].items():
