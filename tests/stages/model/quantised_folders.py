@@ -44,15 +44,13 @@ def quantise(
     size = columns if group == -1 else group
     if group_of is None:
         group_of = torch.arange(columns) // size
-    groups = int(group_of.max()) + 1
-    scales, zeros = torch.empty(rows, groups, dtype=dtype), torch.empty(rows, groups, dtype=torch.int64)
-    for index in range(groups):
-        part = weight[:, group_of == index]
-        low, high = part.min(1).values.clamp(max=0), part.max(1).values.clamp(min=0)
-        step = (part.abs().max(1).values / 7.5) if symmetric else (high - low) / 15
-        scales[:, index] = step.to(dtype)
-        zero = torch.full_like(step, 8) if symmetric else (-low / scales[:, index].float()).round().clamp(0, 15)
-        zeros[:, index] = zero.long()
+    index, nothing = group_of.expand(rows, -1), torch.zeros(rows, int(group_of.max()) + 1)
+    low, high = nothing.scatter_reduce(1, index, weight, "amin"), nothing.scatter_reduce(1, index, weight, "amax")
+    if symmetric:
+        scales, zeros = (torch.maximum(-low, high) / 7.5).to(dtype), torch.full_like(low, 8).long()
+    else:
+        scales = ((high - low) / 15).to(dtype)
+        zeros = (-low / scales.float()).round().clamp(0, 15).long()
     wide, zero = scales.float()[:, group_of], zeros[:, group_of]
     codes = ((weight / wide).round().long() + zero).clamp(0, 15)
     return Quantised(codes, scales, zeros, group_of)

@@ -94,7 +94,7 @@ def test_weights_of_every_scheme_are_exactly_what_the_format_defines(case: str, 
 def test_a_matrix_that_compressed_tensors_packed_means_what_it_unpacks_to(
     dtype: torch.dtype, group: int, symmetric: bool, tmp_path: Path
 ) -> None:
-    folder = _folder(tmp_path, "compressed-tensors", group, symmetric)
+    folder = _folder(tmp_path, "compressed-tensors", group, symmetric, dense=("layers.0", "self_attn", "gate", "down"))
     weights = folder.config["config_groups"]["group_0"]["weights"]
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     q = quantise(folder.weights[f"{UP}.weight"].roll(3), group, symmetric, dtype)
