@@ -11,6 +11,8 @@ from deepinfer.stages.peers import Peers
 
 MAX_FRAMES = 4
 """Identity, the empty frame of a REQ, a map and raw ids."""
+FRAMES_SKIPPED = 2000
+"""In one turn, of a message that has more than any request: some milliseconds."""
 HIGH_WATER_MARK = 1000
 """Events that libzmq queues for one client before a send says FULL."""
 
@@ -38,8 +40,10 @@ def configure(socket: zmq.Socket, max_frame_bytes: int) -> None:
 
 def receive(socket: zmq.Socket, limit: int, peers: Peers | None = None) -> Iterator[list[bytes]]:
     """Up to `limit` waiting messages, each cut to MAX_FRAMES + 1 frames however many were sent. `peers` is told of
-    their senders."""
+    their senders. A message of a million frames is skipped over many calls, so that no other work waits for its end."""
     for _ in range(limit):
+        if not _skip_rest(socket):
+            return
         try:
             identity = socket.recv(zmq.DONTWAIT, copy=False)
         except zmq.Again:
@@ -47,11 +51,16 @@ def receive(socket: zmq.Socket, limit: int, peers: Peers | None = None) -> Itera
         if peers is not None:
             peers.note(identity)
         frames = [identity.bytes]
-        while socket.getsockopt(zmq.RCVMORE):
-            frame = socket.recv()
-            if len(frames) <= MAX_FRAMES:
-                frames.append(frame)
+        while len(frames) <= MAX_FRAMES and socket.getsockopt(zmq.RCVMORE):
+            frames.append(socket.recv())
         yield frames
+
+
+def _skip_rest(socket: zmq.Socket) -> bool:
+    """Drop what is left of the message that was read last. False when there is still more of it."""
+    if not socket.getsockopt(zmq.RCVMORE):
+        return True
+    return any(not socket.recv(copy=False).more for _ in range(FRAMES_SKIPPED))
 
 
 def send(socket: zmq.Socket, frames: list[bytes]) -> Delivery:
