@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
@@ -11,32 +13,47 @@ import zmq
 from deepinfer.daemon.second_address import bind_both
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.stages import client_port
+from deepinfer.stages import protocol_fields as fields
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
 from deepinfer.stages.curve import Curve
 from deepinfer.stages.live import Route
-from deepinfer.stages.protocol import ProtocolError, is_req
+from deepinfer.stages.protocol import Limits, ProtocolError, RequestId, decode_request, is_req
 from deepinfer.stages.protocol_events import encode_error, encode_reply
+from deepinfer.stages.protocol_fields import Parser
+from deepinfer.stages.protocol_ops import Op
 from deepinfer.stages.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 4096
 MAX_DRAIN_SECONDS = 7 * 24 * 3600
 
 
-class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
-    v: int
+class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
     op: str
-    id: str | int | None = None
+    id: RequestId | None = None
     now: bool = False
     """With `stop`: cut running requests instead of letting them finish."""
-    seconds: Annotated[int, msgspec.Meta(ge=0, le=MAX_DRAIN_SECONDS)] | None = None
+    seconds: int | None = None
     """With `drain`: how long running requests get."""
 
 
 Action = Callable[[ControlRequest], Mapping[str, Any]]
 
+FIELDS: dict[str, dict[str, Parser]] = {
+    "status": {},
+    "ping": {},
+    "metrics": {},
+    "stop": {"now": fields.boolean()},
+    "drain": {"seconds": fields.integer(0, MAX_DRAIN_SECONDS)},
+    "reload": {},
+    "dump": {},
+}
+"""What each operation takes besides `v`, `op` and `id`."""
 
-_decoder = msgspec.msgpack.Decoder(ControlRequest)
+OPS = {name: Op(partial(ControlRequest, op=name), parsers) for name, parsers in FIELDS.items()}
+LIMITS = Limits(max_frame_bytes=MAX_FRAME_BYTES)
 
 
 class ControlStage(Stage):
@@ -74,32 +91,21 @@ class ControlStage(Stage):
 
     def on_socket(self, socket: zmq.Socket) -> None:
         for identity, *frames in client_port.receive(socket, 16):
-            route = Route(identity, is_req(frames))
             try:
-                payload = self._answer(frames[-1] if frames else b"")
+                payload = self._answer(decode_request(frames, LIMITS, OPS))
             except ProtocolError as error:
                 payload = encode_error(error)
-            if client_port.send(socket, route.frames(payload)) is Delivery.SENT:
+            if client_port.send(socket, Route(identity, is_req(frames)).frames(payload)) is Delivery.SENT:
                 self.progress += 1
 
-    def _answer(self, raw: bytes) -> bytes:
+    def _answer(self, request: ControlRequest) -> bytes:
         try:
-            request = _decoder.decode(raw)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise ProtocolError(
-                "malformed", f"a control request is a map of v, op, id, now and seconds: {error}"
-            ) from error
-        if request.v != 1:
-            raise ProtocolError("unsupported_version", f"v: {request.v} is not spoken here, 1 is", field="v")
-        return encode_reply(request.op, request.id, self._perform(request))
-
-    def _perform(self, request: ControlRequest) -> Mapping[str, Any]:
-        action = self._actions.get(request.op)
-        if action is None:
-            known = ", ".join(self._actions)
-            message = f"op: {request.op!r} is not a control operation; allowed: {known}"
-            raise ProtocolError("unknown_op", message, field="op", allowed=known)
-        try:
-            return action(request)
+            return encode_reply(request.op, request.id, self._actions[request.op](request))
+        except ProtocolError:
+            raise
         except ConfigError as error:
-            raise ProtocolError("invalid_value", str(error)) from error
+            raise ProtocolError("invalid_value", str(error), id=request.id) from error
+        except Exception as error:
+            # Whatever went wrong, the next call must be answered: without this socket nobody can stop the daemon.
+            logger.exception("a fault while answering %s", request.op)
+            raise ProtocolError("internal", f"{type(error).__name__}: {error}", id=request.id) from error

@@ -64,8 +64,9 @@ def is_req(frames: Sequence[bytes]) -> bool:
     return len(frames) > 1 and len(frames[0]) == 0
 
 
-def decode_request(frames: Sequence[bytes], limits: Limits) -> Request:
-    """`frames` without the identity: `[payload]`, `[payload, ids]`, or either after one empty frame (REQ).
+def decode_request(frames: Sequence[bytes], limits: Limits, ops: Mapping[str, Op] = OPS) -> Any:
+    """A `Request`, or what `ops` builds. `frames` without the identity: `[payload]`, `[payload, ids]`, or either after
+    one empty frame (REQ).
 
     Raises ProtocolError, and nothing else, on whatever a client may send.
     """
@@ -74,7 +75,7 @@ def decode_request(frames: Sequence[bytes], limits: Limits) -> Request:
     given = _decode_envelope(payload, limits)
     request_id = _read(None, "id", fields.request_id, given.pop("id", None), limits)
     _check_version(request_id, given.pop("v", None), limits)
-    op_name, op = _read_op(request_id, given.pop("op", None), limits)
+    op_name, op = _read_op(request_id, given.pop("op", None), limits, ops)
     _refuse_unknown_fields(request_id, op_name, op, given)
     if op.needs_id and request_id is None:
         raise _missing(None, "id", f"{op_name} needs an id")
@@ -171,15 +172,15 @@ def _check_version(id: RequestId | None, raw: msgspec.Raw | None, limits: Limits
         )
 
 
-def _read_op(id: RequestId | None, raw: msgspec.Raw | None, limits: Limits) -> tuple[str, Op]:
-    allowed = ", ".join(OPS)
+def _read_op(id: RequestId | None, raw: msgspec.Raw | None, limits: Limits, ops: Mapping[str, Op]) -> tuple[str, Op]:
+    allowed = ", ".join(ops)
     if raw is None:
         raise _missing(id, "op", f"op is missing; allowed: {allowed}")
     name = _read(id, "op", fields.text(0, 64), raw, limits)
-    if name not in OPS:
-        message = f"op: {name!r} is not an operation{_did_you_mean(name, OPS)}; allowed: {allowed}"
+    if name not in ops:
+        message = f"op: {name!r} is not an operation{_did_you_mean(name, ops)}; allowed: {allowed}"
         raise ProtocolError("unknown_op", message, field="op", value=repr(name), allowed=allowed, id=id)
-    return name, OPS[name]
+    return name, ops[name]
 
 
 def _refuse_unknown_fields(id: RequestId | None, op_name: str, op: Op, given: Mapping[str, msgspec.Raw]) -> None:

@@ -123,7 +123,7 @@ def encode_error(error: ProtocolError, *, seq: int | None = None) -> bytes:
             v=1,
             id=error.id,
             code=error.code,
-            message=error.message,
+            message=_sendable(error.message),
             retry=error.retry,
             field=error.field,
             value=error.value,
@@ -133,6 +133,11 @@ def encode_error(error: ProtocolError, *, seq: int | None = None) -> bytes:
             events=None if seq is None else seq + 1,
         )
     )
+
+
+def _sendable(text: str) -> str:
+    """It may name a file whose name is no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def encode_reply(op: str, id: RequestId | None, data: Mapping[str, Any]) -> bytes:

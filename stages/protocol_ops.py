@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,7 +31,7 @@ _map = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 class Op(NamedTuple):
     """`one_of` lists fields of which exactly one must be there; `ids` is what a second frame fills."""
 
-    build: type
+    build: Callable[..., Any]
     parsers: Mapping[str, Parser]
     needs_id: bool = False
     one_of: tuple[str, ...] = ()
