@@ -40,6 +40,7 @@ def configure_logging(process: str, level: str, format: str) -> None:
     as_json = format == "json" or (format == "auto" and not sys.stderr.isatty())
     handler.setFormatter(JsonFormatter(process) if as_json else logging.Formatter(HUMAN.format(process=process)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)  # A warning of a library is a line of the log like any other.
     for noisy in ("httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

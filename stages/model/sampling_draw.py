@@ -42,7 +42,8 @@ def draw(logits: np.ndarray, peak: float, params: SamplingParams, u: float) -> i
         ids = largest(logits, params.top_k)
         logits = logits[ids]
     weights = np.subtract(logits, peak, dtype=np.float64)
-    weights /= params.temperature
+    with np.errstate(over="ignore"):  # A tiny temperature leaves the peak alone: minus infinity for all others.
+        weights /= params.temperature
     np.exp(weights, out=weights)
     if params.top_p < 1.0:
         kept = nucleus(weights, params.top_p)

@@ -65,9 +65,11 @@ def _add_bias(logits: np.ndarray, bias: dict[int, float]) -> None:
 
 
 def _penalise_repetition(logits: np.ndarray, seen: np.ndarray, penalty: np.float32) -> None:
-    """A positive logit is divided, any other multiplied; an id seen twice is written twice with one value."""
+    """A positive logit is divided, any other multiplied; an id seen twice is written twice with one value. A penalty
+    so small that a logit becomes infinite ends the request later, with `non_finite_logits`."""
     old = logits[seen]
-    logits[seen] = np.where(old > 0, old / penalty, old * penalty)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # `where` computes both for all.
+        logits[seen] = np.where(old > 0, old / penalty, old * penalty)
 
 
 def _penalise_use(logits: np.ndarray, generated: np.ndarray, presence: float, frequency: float) -> None:
