@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,11 @@ def _run_front(config: DaemonConfig, path: Path, read: Callable[[], DaemonConfig
     curve = curve_of(config)
     try:
         folder = RuntimeFolder(path)
-        return Front(config, folder, topology, StartDisplay(), curve, read).run()
+        with ExitStack() as undo:
+            undo.callback(folder.release)
+            front = Front(config, folder, topology, StartDisplay(), curve, read)
+            undo.pop_all()
+        return front.run()
     except AlreadyRunning as error:
         fail(str(error), 1)
     except (ModelError, EndpointError) as error:

@@ -11,7 +11,7 @@ import click
 
 from deepinfer.daemon.cli_common import folder_errors, folder_of, runtime_option, where_options
 from deepinfer.daemon.log import for_people
-from deepinfer.daemon.runtime_folder import LOG_FILE, is_locked
+from deepinfer.daemon.runtime_folder import is_locked, require_log
 
 FOLLOW_SECONDS = 0.2
 
@@ -61,7 +61,7 @@ def logs(runtime_dir: Path | None, follow: bool, lines: int, raw: bool) -> None:
     with folder_errors():
         folder = folder_of(runtime_dir)
         alive = is_locked(folder)
-    path = folder / LOG_FILE
+        path = require_log(folder)
     if not path.exists():
         hint = "; it logs to its terminal or service manager" if alive else ""
         click.secho(f"error: there is no log in {folder}{hint}", err=True, fg="red")

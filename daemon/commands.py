@@ -15,7 +15,8 @@ import zmq
 from rich.table import Table
 
 from deepinfer.clients import Client, DeepInferError
-from deepinfer.clients.discovery import Connection
+from deepinfer.clients.discovery import Connection, read_connection
+from deepinfer.clients.errors import NoDaemonError
 from deepinfer.clients.keys import use_keys
 from deepinfer.daemon.runtime_folder import CONNECTION_FILE, is_locked
 from deepinfer.daemon.topology import two_processes
@@ -36,7 +37,7 @@ class NoDaemon(RuntimeError):
         self.code = code
 
 
-def connection(folder: Path) -> dict[str, Any]:
+def connection(folder: Path) -> Connection:
     """The connection file of a living daemon. Raises NoDaemon."""
     file = folder / CONNECTION_FILE
     alive = is_locked(folder)
@@ -46,7 +47,10 @@ def connection(folder: Path) -> dict[str, Any]:
         raise NoDaemon(f"no daemon is running in {folder}; start one with: deepinfer-daemon start", EXIT_NOT_RUNNING)
     if not alive:
         raise NoDaemon(f"the daemon in {folder} died and left its files; a new start cleans them up", EXIT_DEAD)
-    return json.loads(file.read_text())
+    try:
+        return read_connection(file)
+    except NoDaemonError as error:
+        raise NoDaemon(str(error), EXIT_FAILED) from error
 
 
 def control(where: Path | Connection, op: str, **fields: Any) -> dict[str, Any]:
@@ -66,13 +70,22 @@ def control(where: Path | Connection, op: str, **fields: Any) -> dict[str, Any]:
         socket.send(msgpack.packb({"v": 1, "op": op, **fields}))
         if not socket.poll(int(CONTROL_SECONDS * 1000)):
             raise NoDaemon(f"the daemon at {where.endpoint} does not answer", EXIT_HUNG)
-        answer = msgpack.unpackb(socket.recv())
+        raw = socket.recv()
     finally:
         socket.close()
         context.term()
-    if answer["event"] == "error":
-        raise NoDaemon(answer["message"], EXIT_FAILED)
-    return answer["data"]
+    return _data_of(raw, where.endpoint)
+
+
+def _data_of(raw: bytes, endpoint: str) -> dict[str, Any]:
+    """What an answer says. Raises NoDaemon for an error, and for what no daemon sends."""
+    try:
+        answer = msgpack.unpackb(raw)
+        if answer["event"] == "error":
+            raise NoDaemon(answer["message"], EXIT_FAILED)
+        return answer["data"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise NoDaemon(f"what answers at {endpoint} is no daemon of ours: {error!r}", EXIT_FAILED) from error
 
 
 def show_status(where: Path | Connection, as_json: bool, wait: int | None = None) -> int:

@@ -129,7 +129,7 @@ class EngineConfig:
 class LimitsConfig:
     """What requests may measure. The defaults are those of the protocol."""
 
-    max_frame_bytes: int = setting(LIMITS.max_frame_bytes, "Bytes of one frame.", low=4096)
+    max_frame_bytes: int = setting(LIMITS.max_frame_bytes, "Bytes of one frame.", low=4096, high=2**31 - 1)
     max_map_bytes: int = setting(
         LIMITS.max_map_bytes, "Bytes of a request without its texts and ids.", low=1024, live=True
     )

@@ -14,7 +14,7 @@ import click
 
 from deepinfer.daemon.commands import show_status
 from deepinfer.daemon.log import for_people
-from deepinfer.daemon.runtime_folder import CONNECTION_FILE, LOG_FILE, is_locked, make_private
+from deepinfer.daemon.runtime_folder import CONNECTION_FILE, is_locked, make_private, remove_leftover, require_log
 from deepinfer.daemon.setting import given
 
 POLL_SECONDS = 0.05
@@ -39,8 +39,8 @@ def start_detached(flags: Mapping[str, Any], config_file: Path | None, folder: P
         click.echo(f"a daemon is already running in {folder}", err=True)
         return 1
     make_private(folder)
-    (folder / CONNECTION_FILE).unlink(missing_ok=True)
-    log_path = folder / LOG_FILE
+    remove_leftover(folder / CONNECTION_FILE)
+    log_path = require_log(folder)
     with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as log:
         process = subprocess.Popen(
             [

@@ -68,7 +68,7 @@ class Front:
         self.observation = Observation(config, self.board)
         self.manager = ServiceManager()
         self.stopping = Stopping(config.drain_s, self._tell_admission, self.board, display, self.manager)
-        self._endpoint_lock = self._lock_endpoint()
+        self._endpoint_lock: FileLock | None = None
         self._curve = curve
         self._gate = None if curve is None else Gate(self.context, curve, key_store(config.keys_dir))
         self._reloader = Reloader(config, read_config, self._gate, self._apply)
@@ -82,13 +82,13 @@ class Front:
         endpoint = self.config.endpoint or ""
         if not endpoint.startswith("ipc://"):
             return None
-        lock = FileLock(Path(endpoint.removeprefix("ipc://") + ".lock"))
+        lock = FileLock(Path(endpoint.removeprefix("ipc://") + ".lock"), "endpoint")
         if not lock.acquire():
             raise AlreadyRunning(f"a daemon is already listening on {endpoint}")
         return lock
 
     def run(self) -> int:
-        """Raises ModelError, EndpointError or ConfigError for what the user can mend."""
+        """Raises ModelError, EndpointError, ConfigError, FolderError or AlreadyRunning for what the user can mend."""
         began = time.monotonic()
         supervisor: Supervisor | None = None
         stages: list[Stage] = []
@@ -96,6 +96,7 @@ class Front:
         self._outbox = self.context.socket(zmq.PUSH)
         self._outbox.setsockopt(zmq.LINGER, 0)
         try:
+            self._endpoint_lock = self._lock_endpoint()
             path = resolve_model(self.config.model)
             if self.stopping.wished:
                 return EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 CONNECTION_FILE = "daemon.json"
+TEMPORARY_FILE = "daemon.tmp"
+"""The connection file while it is written."""
 LOCK_FILE = "daemon.lock"
 LOG_FILE = "daemon.log"
 LOCK_PATIENCE_SECONDS = 0.5
@@ -58,6 +61,33 @@ def make_private(path: Path, name: str = "runtime_dir") -> None:
     require_private(path, name)
 
 
+def require_log(folder: Path) -> Path:
+    """Where the log is or will be. Raises FolderError when something else is there, which might block whoever opens
+    it, or mislead them."""
+    path = folder / LOG_FILE
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise FolderError(f"runtime_dir: {path}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise FolderError(f"runtime_dir: {path} is no plain file (links are not followed), so it cannot be a log")
+    return path
+
+
+def remove_leftover(path: Path) -> None:
+    """Raises FolderError when it is there and cannot be removed, such as a folder."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(f"runtime_dir: {path} is in the way and cannot be removed: {_why(error)}") from error
+
+
+def _why(error: OSError) -> str | None:
+    return "it is a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
+
+
 class RuntimeFolder:
     """Held for the life of a daemon. The lock, not a socket, makes it the only one: a second bind on an ipc path
     succeeds and steals the clients of the first."""
@@ -68,41 +98,51 @@ class RuntimeFolder:
         self._lock = FileLock(path / LOCK_FILE)
         if not self._lock.acquire():
             raise AlreadyRunning(f"a daemon is already running in {path}")
-        self._clear_leftovers()
+        try:
+            self._clear_leftovers()
+        except FolderError:
+            self._lock.release()
+            raise
 
     def _clear_leftovers(self) -> None:
-        """Files of a daemon that died: we hold the lock, so nobody uses them."""
-        (self.path / CONNECTION_FILE).unlink(missing_ok=True)
-        for socket in self.path.glob("*.sock"):
-            socket.unlink(missing_ok=True)
+        """Files of a daemon that died: we hold the lock, so nobody uses them. Raises FolderError."""
+        for path in (self.path / CONNECTION_FILE, self.path / TEMPORARY_FILE, *self.path.glob("*.sock")):
+            remove_leftover(path)
 
     def publish(self, connection: dict[str, Any]) -> Path:
         """Write the connection file, all of it or nothing of it. To be done when everything is ready, not before."""
         target = self.path / CONNECTION_FILE
-        temporary = target.with_suffix(".tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        temporary = self.path / TEMPORARY_FILE
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             json.dump(connection, file, indent=1)
         temporary.replace(target)
         return target
 
     def release(self) -> None:
-        """Take everything back but the log; the lock goes last."""
-        self._clear_leftovers()
-        self._lock.release()
+        """Take everything back but the log; the lock goes last, whatever else is left."""
+        try:
+            self._clear_leftovers()
+        finally:
+            self._lock.release()
 
 
 class FileLock:
     """An flock on a file that is removed again at the end. Whoever gets the lock looks whether the file is still the
-    one at that path: it may have been removed meanwhile."""
+    one at that path: it may have been removed meanwhile. `name` is that of the setting to blame."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str = "runtime_dir") -> None:
         self._path = path
+        self._name = name
         self._descriptor = -1
 
     def acquire(self) -> bool:
+        """False when another process has it. Raises FolderError when there can be no such file."""
         give_up = time.monotonic() + LOCK_PATIENCE_SECONDS
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise FolderError(f"{self._name}: {self._path} cannot be a lock file: {_why(error)}") from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._path.exists() and os.fstat(descriptor).st_ino == self._path.stat().st_ino:
@@ -127,6 +167,8 @@ def is_locked(path: Path) -> bool:
         descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise FolderError(f"runtime_dir: {path / LOCK_FILE} is no lock file: {_why(error)}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

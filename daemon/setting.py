@@ -8,6 +8,8 @@ import types
 import typing
 from typing import Any
 
+from deepinfer.stages.protocol_limits import MAX_INTEGER
+
 TRUE_WORDS, FALSE_WORDS = ("true", "1"), ("false", "0")
 
 
@@ -78,18 +80,30 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a t
 
 
 def check_values(config: Any) -> None:
-    """Raises ConfigError for the first value outside its range or choices."""
+    """Raises ConfigError for the first value outside its range or choices. Integers and texts are told to clients, so
+    they must be such as every client can hold."""
     for name, field in settings_of(type(config)).items():
         value = getattr(config, name)
         if value is None:
             continue
         low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
+        if type(value) is int and high is None:
+            high = MAX_INTEGER
+        if type(value) is str and not _is_plain(value):
+            raise ConfigError(f"{name} is {value!r}; it must be UTF-8 text without a NUL", name)
         if low is not None and not value >= low:
             raise ConfigError(f"{name} is {value}; it must be at least {low}", name)
         if high is not None and not value <= high:
             raise ConfigError(f"{name} is {value}; it must be at most {high}", name)
         if choices and value not in choices:
             raise ConfigError(f"{name} is {value!r}; it must be one of: {', '.join(choices)}", name)
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:  # Bytes of a command line or an environment variable that are no UTF-8.
+        return False
 
 
 def nearest(name: str, config: type) -> str:

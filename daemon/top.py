@@ -16,7 +16,7 @@ from rich.live import Live
 
 from deepinfer.clients.discovery import Connection
 from deepinfer.clients.keys import use_keys
-from deepinfer.daemon.commands import EXIT_HUNG, EXIT_READY, NoDaemon, connection
+from deepinfer.daemon.commands import EXIT_FAILED, EXIT_HUNG, EXIT_READY, NoDaemon, connection
 from deepinfer.daemon.display import wide_console
 from deepinfer.daemon.top_frame import EVENTS_SHOWN, frame
 from deepinfer.stages.board import FINAL
@@ -49,7 +49,9 @@ class View:
 
 def messages(where: Path | Connection) -> Iterator[tuple[str, dict[str, Any]]]:
     """Topic and message, as they come, until the daemon's last event. Raises NoDaemon when there is no daemon."""
-    endpoint = where.endpoint if isinstance(where, Connection) else connection(where)["metrics_endpoint"]
+    endpoint = where.endpoint if isinstance(where, Connection) else connection(where).metrics_endpoint
+    if endpoint is None:
+        raise NoDaemon(f"the connection file in {where} names no metrics_endpoint", EXIT_FAILED)
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.LINGER, 0)

@@ -50,8 +50,12 @@ def two_processes(folder: Path, clients: str | None = None, generation: int = 0)
     """ipc between the front and the engine, inproc inside the engine. `folder` is private to this daemon; `generation`
     counts its engines.
 
-    Raises ConfigError when a socket path would be too long.
+    Raises ConfigError when a socket path would be too long or is no text.
     """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"runtime_dir is {str(folder)!r}; its name must be UTF-8") from None
 
     def ipc(name: str) -> str:
         path = folder / f"{name}.sock"
