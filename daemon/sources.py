@@ -18,6 +18,8 @@ CONFIG_VARIABLE = "DEEPINFER_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "DEEPINFER_CONFIG_DIR", "DEEPINFER_RUNTIME_DIR", "DEEPINFER_CACHE_DIR"})
 """Variables of ours that are no settings."""
 CONFIG_FILE = "config.toml"
+MAX_FILE_BYTES = 1 << 20
+"""All settings together need some thousand."""
 
 
 class Gathered(NamedTuple):
@@ -101,7 +103,12 @@ def _find_file(file: Path | None, environ: Mapping[str, str]) -> Path | None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"the configuration file {path} has more than {MAX_FILE_BYTES} bytes")
+        return tomllib.loads(content.decode())
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # Not TOML, or not UTF-8.

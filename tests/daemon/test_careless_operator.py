@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from pathlib import Path
 
 import click
 import pytest
@@ -15,6 +16,7 @@ from deepinfer.daemon.commands import EXIT_FAILED, NoDaemon, connection
 from deepinfer.daemon.config import DaemonConfig
 from deepinfer.daemon.runtime_folder import FolderError, RuntimeFolder
 from deepinfer.daemon.setting import ConfigError
+from deepinfer.daemon.sources import gather
 from deepinfer.daemon.topology import two_processes
 
 
@@ -112,3 +114,8 @@ def test_a_value_that_no_client_could_be_told_is_refused(name, value, words):
 def test_a_runtime_folder_whose_name_is_no_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"runtime_dir is .*must be UTF-8"):
         two_processes(tmp_path / os.fsdecode(b"\xff"))
+
+
+def test_a_configuration_file_without_end_is_refused():
+    with pytest.raises(ConfigError, match="/dev/zero has more than 1048576 bytes"):
+        gather({}, Path("/dev/zero"), {})
