@@ -13,6 +13,7 @@ import psutil
 import pytest
 import zmq
 from daemon_process import running
+from fuzzing import rounds
 
 from deepinfer.clients import Client
 
@@ -104,19 +105,43 @@ def test_bytes_that_are_not_zmtp_are_dropped(daemon, bystander, raw):
         time.sleep(0.2)
 
 
-def test_random_mutations_of_a_request_never_stop_the_loop(dealer, bystander):
-    rng = random.Random(1)
-    good = msgpack.packb({**GENERATE, "stop": ["a", "b"], "logit_bias": {5: 1.5}, "temperature": 0.5})
-    for number in range(300):
-        raw = bytearray(good)
-        for _ in range(rng.randint(1, 4)):
-            raw[rng.randrange(len(raw))] = rng.randrange(256)
-        dealer.send_multipart([bytes(raw)])
-        dealer.send(msgpack.packb({"v": 1, "op": "ping", "id": number}))
-    answered = 0
-    while answered < 300:
-        event = answer(dealer)
-        answered += event["event"] == "reply" and event["op"] == "ping"
+MUTATED = [
+    {**GENERATE, "stop": ["a", "b"], "logit_bias": {5: 1.5}, "temperature": 0.5},
+    {"v": 1, "op": "generate", "id": 1, "messages": [{"role": "user", "content": "x"}], "n": 2, "deadline_ms": 9},
+    {"v": 1, "op": "generate", "id": 2, "prompt_ids": [1, 2], "stream": False, "logprobs": 3, "max_new_tokens": 3},
+    {"v": 1, "op": "cancel", "id": "x"},
+    {"v": 1, "op": "tokenize", "text": "hello"},
+    {"v": 1, "op": "detokenize", "ids": [1, 2]},
+    {"v": 1, "op": "status"},
+    {"v": 1, "op": "models"},
+    {"v": 1, "op": "metrics"},
+]
+
+
+def mutated(rng: random.Random) -> bytes:
+    raw = bytearray(msgpack.packb(rng.choice(MUTATED)))
+    for _ in range(rng.randint(1, 4)):
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    return bytes(raw)
+
+
+def test_random_mutations_of_requests_never_stop_the_loop_and_leave_no_memory_behind(daemon, dealer):
+    front = psutil.Process(daemon.process.pid)
+    before = front.memory_info().rss
+    with Client(daemon.folder / "daemon.json") as client:
+        for seed in rounds():
+            rng = random.Random(seed)
+            bystander = client.generate("bystander", max_new_tokens=60, ignore_eos=True)
+            for number in range(300):
+                dealer.send(mutated(rng))
+                dealer.send(msgpack.packb({"v": 1, "op": "ping", "id": number}))
+            answered = 0
+            while answered < 300:
+                event = answer(dealer, 20)
+                answered += event["event"] == "reply" and event["op"] == "ping"
+                assert event.get("code") not in ("internal", "engine_failed"), event
+            assert bystander.result().usage["completion_tokens"] == 60
+    assert front.memory_info().rss - before < 30 << 20
 
 
 def test_a_client_that_never_reads_does_not_stall_others_and_loses_its_streams(daemon):

@@ -8,7 +8,8 @@ import tracemalloc
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.stages.protocol import Limits, ProtocolError, decode_request
@@ -36,13 +37,13 @@ def survive(frames: list[bytes]) -> ProtocolError | None:
     return refusal
 
 
-@settings(max_examples=500, deadline=None)
+@fuzz(500)
 @given(frames=st.lists(st.binary(max_size=200), max_size=4))
 def test_random_bytes_never_raise_anything_else(frames):
     survive(frames)
 
 
-@settings(max_examples=400, deadline=None)
+@fuzz(400)
 @given(data=st.data())
 def test_mutated_requests_never_raise_anything_else(data):
     payload = bytearray(msgpack.packb(data.draw(st.sampled_from(VALID))))
@@ -64,11 +65,11 @@ FIELDS = [
     *("v", "op", "id", "prompt", "prompt_ids", "messages", "model", "max_new_tokens", "min_new_tokens"),
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs"),
-    *("stream", "priority", "deadline_ms", "add_special_tokens"),
+    *("stream", "priority", "deadline_ms", "cache_salt", "add_special_tokens"),
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@fuzz(400)
 @given(base=st.sampled_from(VALID), field=st.sampled_from(FIELDS), value=anything)
 def test_any_value_in_any_field_never_raises_anything_else(base, field, value):
     survive([msgpack.packb({**base, field: value})])
