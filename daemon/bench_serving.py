@@ -74,7 +74,7 @@ def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer:
         "threads": threads,
         "rounds": rounds,
         "ready_seconds": status["ready_seconds"],
-        "engine": status["engine"],
+        "engine": engine_facts(status),
         "tokens_per_s": {name: round(statistics.median(values), 2) for name, values in samples.items()},
         "ratios": _ratios(samples),
         "samples_tokens_per_s": {name: [round(v, 2) for v in values] for name, values in samples.items()},
@@ -171,6 +171,13 @@ def conditions() -> dict[str, Any]:
         "versions": {name: version(name) for name in packages},
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def engine_facts(status: dict[str, Any]) -> dict[str, Any]:
+    """`engine` of a status, without the place of the model on this machine: a result file is for others too."""
+    engine = dict(status["engine"])
+    engine["checkpoint"] = {name: value for name, value in engine.get("checkpoint", {}).items() if name != "path"}
+    return engine
 
 
 def cpu_name() -> str:

@@ -18,7 +18,7 @@ import click
 
 from deepinfer.clients import Client
 from deepinfer.daemon.bench_load import started_daemon
-from deepinfer.daemon.bench_serving import conditions
+from deepinfer.daemon.bench_serving import conditions, engine_facts
 from deepinfer.daemon.bench_swap_config import SwapBench
 from deepinfer.daemon.bench_swap_experiments import Beside, Forced, Oversubscribed
 from deepinfer.daemon.bench_swap_report import print_report
@@ -43,7 +43,7 @@ def _measure(bench: SwapBench, client: Client) -> dict[str, Any]:
     return {
         **conditions(),
         **asdict(bench),
-        "engine": client.status()["engine"],
+        "engine": engine_facts(client.status()),
         **{type(experiment).__name__.lower(): experiment.report() for experiment in experiments},
         "goals": [{**goal._asdict(), "met": goal.met} for experiment in experiments for goal in experiment.goals()],
     }
