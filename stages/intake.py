@@ -56,6 +56,18 @@ class Intake:
         self._longest_token = max(len(token) for token in vocabulary)
         """Characters, at least: the spellings of byte tokens are no shorter than what they stand for."""
 
+    def check_model(self, op: Generate) -> None:
+        """Only one model is served; a request may say which one it means."""
+        if op.model is not None and op.model != self.model:
+            raise ProtocolError(
+                "unknown_model",
+                f"model: {op.model!r} is not served here; this daemon serves {self.model!r}",
+                field="model",
+                value=op.model,
+                allowed=self.model,
+                id=op.id,
+            )
+
     def live_request(self, rid: int, route: Route, op: Generate, capacity: Capacity) -> LiveRequest:
         """Checked and ready to be submitted. `rid` is the id of its first choice."""
         prompt = self._prompt_ids(op, capacity)

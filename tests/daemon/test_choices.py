@@ -147,7 +147,7 @@ def test_cancel_ends_all_choices(tiny_path):
                 stream.cancel()
         assert {choice.finish_reason for choice in stream.result().choices} == {"cancelled"}
         settled(engine)
-        assert engine.admission._by_choice == {}
+        assert engine.admission.table.by_choice == {}
 
 
 def test_an_asynchronous_client_gets_several_choices_too(tiny_path):

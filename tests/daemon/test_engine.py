@@ -369,7 +369,7 @@ def test_deadlines_of_finished_requests_are_forgotten(tiny_path):
     with Engine(tiny_path, num_blocks=64) as engine:
         for _ in range(150):
             engine.complete("x", max_new_tokens=1, deadline_ms=3_600_000)
-        assert len(engine.admission._deadlines) <= 2 * 1 + 66
+        assert len(engine.admission.table.deadlines) <= 2 * 1 + 66
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

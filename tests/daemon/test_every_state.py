@@ -20,7 +20,7 @@ from deepinfer.clients.wire import pack_request, unpack_event
 from deepinfer.daemon import engine as engine_module
 from deepinfer.daemon.engine import Engine
 from deepinfer.daemon.topology import one_process
-from deepinfer.stages import admission as admission_module
+from deepinfer.stages import admission, client_streams, live_table
 from deepinfer.stages.messages import Drain, encode
 
 PROMPTS = (f"{number} quick brown foxes jump over the dog" for number in itertools.count(100))
@@ -48,7 +48,8 @@ def held_engine(model: Path, folder: Path, patch: pytest.MonkeyPatch) -> Iterato
     """Over ipc, where a client can be gone."""
     moment, clock = Moment(), Clock()
     patch.setattr(engine_module, "one_process", lambda: dataclasses.replace(one_process(), clients=f"ipc://{folder}/s"))
-    patch.setattr(admission_module, "monotonic", clock)
+    for module in (admission, client_streams, live_table):
+        patch.setattr(module, "monotonic", clock)
     settings = {"num_blocks": 16, "block_size": 8, "prefill_chunk_tokens": 4, "threads": 1}
     with Engine(model, copy=moment.copy, **settings) as engine:
         moment.attach(engine)
@@ -132,7 +133,7 @@ def test_a_request_ends_once_and_leaves_nothing_whatever_ends_it_and_wherever_it
             check_end(client.events_until_terminal(), place, "cancelled" if what == "cancel" else what)
     settled(engine)
     assert moment.hit == place
-    assert not engine.admission._live
+    assert len(engine.admission.table) == 0
     moment.let_go()
     assert len(engine.complete("who is next", max_new_tokens=3, ignore_eos=True).ids) == 3
 

@@ -337,7 +337,7 @@ def test_several_choices_go_on_after_every_death_and_one_that_kills_ends_its_who
                 [token_at(raw[number], index) for index in range(12)] for _ in range(1 + number % 3)
             ]
         world.wait(lambda: world.board.front["live"] == 0)
-        assert world.admission._by_choice == {}
+        assert world.admission.table.by_choice == {}
     finally:
         world.close()
     assert world.deaths > 0 or not killers

@@ -1,0 +1,209 @@
+"""Streams of clients, from `accepted` to the terminal event: what engines say of them, who ends them, what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deepinfer.stages import messages
+from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.choice import Choice
+from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.engine_port import EnginePort
+from deepinfer.stages.live import LiveRequest
+from deepinfer.stages.live_table import LiveTable
+from deepinfer.stages.protocol import ProtocolError
+from deepinfer.stages.stage import monotonic
+from deepinfer.stages.telemetry import Telemetry
+
+MAX_PENDING_IDS = 8192
+"""Tokens that wait for one client that does not read, over all its streams."""
+GIVE_UP_SECONDS = 30.0
+"""A client that has not taken its last events for this long is treated as gone."""
+
+
+class ClientStreams:
+    """Owned by admission, used in its thread. `send` sends frames to a client, without waiting for it.
+
+    Whatever happens to a stream goes into its `LiveRequest`, and `_flush` then sends what its client will read. A
+    stream is forgotten when its last event has left, or when its client has.
+    """
+
+    def __init__(
+        self,
+        table: LiveTable,
+        engine: EnginePort,
+        board: StatusBoard,
+        telemetry: Telemetry,
+        send: Callable[[list[bytes]], Delivery],
+    ) -> None:
+        self._table = table
+        self._engine = engine
+        self._board = board
+        self._telemetry = telemetry
+        self._send = send
+        self._blocked: dict[int, float] = {}
+        """Requests whose client does not read now, and since when."""
+
+    @property
+    def blocked(self) -> int:
+        """How many wait for their client to read."""
+        return len(self._blocked)
+
+    def open(self, live: LiveRequest, deadline_ms: int | None) -> None:
+        """From here on its client is owed a terminal event."""
+        self._table.enter(live, deadline_ms)
+        self._engine.submit(live)
+        live.accept()
+        self._flush(live)
+
+    # --- what an engine says ----------------------------------------------------------------------------------
+
+    def on_tokens(self, message: messages.Tokens) -> None:
+        self._board.advances += len(message.items)
+        for item in message.items:
+            live = self._table.by_choice.get(item.rid)
+            if live is None:
+                continue
+            if live.hears(item.rid):
+                self._take_token(live, item)
+            self._engine.moved(item.rid)
+            self._flush(live)
+
+    def _take_token(self, live: LiveRequest, item: messages.TokenItem) -> None:
+        self._table.started(live)
+        choice = live.choice(item.rid)
+        before = choice.clock.last_token
+        live.token(item)
+        now = choice.clock.last_token or monotonic()
+        if before is not None:
+            self._telemetry.next_token(now - before)
+        elif choice is live.choices[0]:
+            self._telemetry.first_token(now - choice.clock.submitted, live.prompt_tokens)
+        if choice.stopped:
+            self._engine.cancel([choice], "stop")
+
+    def on_preempted(self, message: messages.Preempted) -> None:
+        live = self._table.by_choice.get(message.rid)
+        if live is not None:
+            self._preempt(live, live.choice(message.rid))
+            self._flush(live)
+
+    def _preempt(self, live: LiveRequest, choice: Choice, reason: str | None = None) -> None:
+        if not choice.clock.parked:
+            self._telemetry.event("preempted", request=choice.rid, id=live.client_id, reason=reason)
+        live.preempted(choice, reason)
+
+    def on_resumed(self, message: messages.Resumed) -> None:
+        live = self._table.by_choice.get(message.rid)
+        if live is not None:
+            self._telemetry.event("resumed", request=message.rid, id=live.client_id)
+            live.resumed(live.choice(message.rid))
+            self._flush(live)
+
+    def on_finished(self, message: messages.Finished) -> None:
+        live = self._table.by_choice.get(message.rid)
+        if live is not None:
+            live.finish(message)
+            self._engine.moved(message.rid)
+            if live.over:
+                self._engine.cancel(live.unfinished, "cancelled")
+            self._flush(live)
+
+    # --- what else happens to them ----------------------------------------------------------------------------
+
+    def bereave_all(self) -> None:
+        """The engine that had them is dead. Who was cancelled ends here; everyone else waits for the next one."""
+        for live in list(self._table.requests()):
+            if not live.over:
+                self._bereave(live)
+
+    def _bereave(self, live: LiveRequest) -> None:
+        for choice in [choice for choice in live.unfinished if choice.submitted]:
+            choice.submitted = False
+            if choice.cancelled:
+                self._end_here(live, choice, choice.cancelled)
+            else:
+                self._preempt(live, choice, "engine_restart")
+        self._flush(live)
+
+    def end_early(self, live: LiveRequest, reason: str) -> None:
+        """The engine will end it; if no engine has it, it ends here."""
+        for choice in self._engine.cancel(live.unfinished, reason):
+            self._end_here(live, choice, reason)
+        self._flush(live)
+
+    def _end_here(self, live: LiveRequest, choice: Choice, reason: str) -> None:
+        live.finish(messages.Finished(rid=choice.rid, reason=reason, timings=choice.clock.timings()))
+
+    def fail(self, live: LiveRequest, error: ProtocolError) -> None:
+        """It ends now, whatever an engine does with it."""
+        live.fail(error)
+        self._flush(live)
+
+    def fail_all(self, error: ProtocolError) -> None:
+        for live in list(self._table.requests()):
+            self.fail(live, error)
+
+    def client_gone(self, identity: bytes) -> None:
+        for live in self._table.of(identity):
+            if not live.over:
+                self._engine.cancel(live.unfinished, "cancelled")
+            self._forget(live)
+
+    # --- sending ----------------------------------------------------------------------------------------------
+
+    def retry(self, now: float) -> None:
+        """Try again to send to those who did not read. Who has long not taken a last event is gone."""
+        for rid, since in list(self._blocked.items()):
+            live = self._table.get(rid)
+            if live is None:
+                continue
+            if live.over and now - since > GIVE_UP_SECONDS:
+                self.client_gone(live.route.identity)
+            else:
+                self._flush(live)
+
+    def _flush(self, live: LiveRequest) -> None:
+        """Send what waits for this client, as far as it reads."""
+        if live.over:
+            self._record(live)
+            self._engine.moved(live.rid)
+        while (payload := live.next_event()) is not None:
+            delivery = self._send(live.route.frames(payload))
+            if delivery is Delivery.FULL:
+                self._block(live)
+                return
+            if delivery is Delivery.GONE:
+                self.client_gone(live.route.identity)
+                return
+            live.sent()
+            if live.rid in self._blocked:
+                self._blocked[live.rid] = monotonic()
+        self._blocked.pop(live.rid, None)
+        if live.delivered:
+            self._forget(live)
+
+    def _block(self, live: LiveRequest) -> None:
+        """Its events wait. Past the bound of its client the stream ends, and says so: a gap would be a lie."""
+        self._blocked.setdefault(live.rid, monotonic())
+        if live.over:
+            return
+        waiting = sum(other.pending_ids for other in self._table.of(live.route.identity) if other.rid in self._blocked)
+        if waiting > MAX_PENDING_IDS:
+            live.drop_pending_tokens()
+            live.fail(ProtocolError("slow_consumer", f"{waiting} tokens wait for this client, which does not read"))
+            self._engine.cancel(live.unfinished, "cancelled")
+
+    def _record(self, live: LiveRequest) -> None:
+        """Once for every request, when its end is known and not when its client has read of it."""
+        if not live.recorded:
+            live.recorded = True
+            self._telemetry.finished(live.record())
+
+    def _forget(self, live: LiveRequest) -> None:
+        self._record(live)
+        for choice in live.choices:
+            self._table.by_choice.pop(choice.rid, None)
+            self._engine.moved(choice.rid)
+        self._table.leave(live)
+        self._blocked.pop(live.rid, None)
