@@ -201,9 +201,9 @@ class ClientStreams:
             self._telemetry.finished(live.record())
 
     def _forget(self, live: LiveRequest) -> None:
+        """First it leaves the table: an engine that is free for others must not be given its choices."""
         self._record(live)
-        for choice in live.choices:
-            self._table.by_choice.pop(choice.rid, None)
-            self._engine.moved(choice.rid)
         self._table.leave(live)
         self._blocked.pop(live.rid, None)
+        for choice in live.choices:
+            self._engine.moved(choice.rid)

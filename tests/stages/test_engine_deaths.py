@@ -434,3 +434,38 @@ os.kill(os.getpid(), signal.SIGKILL)
     own = FlightRecord()
     own.prefill.begin(range(5000))
     assert own.running() == list(range(4096))
+
+
+def test_choices_that_wait_for_a_trial_end_with_their_client_and_no_engine_gets_them(tokenizer):
+    """The first choice is on trial, the other two wait for it. When their client leaves, no trial is left to wait for,
+    and no client to compute for."""
+    world = World(tokenizer, 0, {})
+    try:
+        world.ask(0, [1], 8, n=3)  # For the engine 1, 2 and 3.
+        world.ask(1, [2], 8)
+        world.ask(2, [3], 8)
+        world.wait(lambda: world.board.front["live"] == 3)
+        for running in ([1, 4], [1, 5]):
+            world.bury(running)
+            world.wait(lambda: world.board.engine_deaths == world.deaths)
+            world.engine = FakeEngine(world.context, world.next_where, world.dice, {}, False)
+            world.wait(lambda: world.board.phase == "ready")
+        engine = world.engine
+
+        def given(rids: set[int]) -> bool:
+            engine._read()
+            return set(engine.requests) == rids
+
+        world.wait(lambda: given({1}))
+        world.client.close(linger=0)
+
+        def left() -> bool:
+            """An event that it does not take tells that it is gone."""
+            engine.send(Resumed(rid=1))
+            engine.send(Preempted(rid=1))
+            return world.board.front["live"] == 0
+
+        world.wait(left)
+        assert given(set())
+    finally:
+        world.close()
