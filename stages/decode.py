@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from deepinfer.stages.block_tables import BlockTables
 from deepinfer.stages.memory.entries import Moves, OwnCopy, State
 from deepinfer.stages.memory.pool import KVPool
 from deepinfer.stages.memory.prefix import root_key
@@ -79,6 +80,7 @@ class DecodeStage(Stage):
         self._ledger = residency.ledger
         self.preemption = preemption
         self._requests = requests
+        self._tables = BlockTables(requests, residency)
         self._eos = eos_token_ids
         self._sharing_domain = sharing_domain
         self._overlap = overlap
@@ -144,7 +146,7 @@ class DecodeStage(Stage):
             request = self._requests[chunk.rid]
             alive = self._residency.chunk_done(chunk.rid, chunk.count)
             if alive:
-                self._register_filled(chunk.rid)
+                self._tables.register_filled(chunk.rid)
                 request.clock.prefill += message.seconds
                 self.counters.computed(request.note_computed(chunk.start + chunk.count), chunk.count)
             begun = self._residency.fork(chunk.rid) if alive and chunk.last else []
@@ -213,12 +215,12 @@ class DecodeStage(Stage):
         self._transfers.computing()
         spans = []
         for rid in rids:
-            self._sync_table(rid)
+            self._tables.refresh(rid)
             spans.append(Span(self._requests[rid], self._residency.entries[rid].cached, 1, True))
         outcomes = self._runner.run(spans)
         for rid in rids:
             self._residency.stepped(rid)
-            self._register_filled(rid)
+            self._tables.register_filled(rid)
         self.counters.decoded(sum(span.start + span.count for span in spans), monotonic() - began)
         self.progress += 1
         self._deliver(outcomes)
@@ -228,7 +230,7 @@ class DecodeStage(Stage):
         if not chunks:
             return
         for chunk in chunks:
-            self._sync_table(chunk.rid)
+            self._tables.refresh(chunk.rid)
         self._chunk_out = True
         self._transfers.computing()
         items = [ChunkItem(c.rid, c.start, c.count, c.last, c.forks) for c in chunks]
@@ -239,7 +241,7 @@ class DecodeStage(Stage):
         if not copies:
             return
         for copy in copies:
-            self._requests[copy.rid].num_blocks = 0
+            self._tables.outdated(copy.rid)
         self._runner.copy_blocks(self._pool.data, [(copy.source, copy.destination) for copy in copies])
         self.counters.kv_copied_blocks_total += len(copies)
 
@@ -249,11 +251,13 @@ class DecodeStage(Stage):
             if self.preemption.chosen == "recompute":
                 self._residency.stop_swapping()
         for rid in moves.swap_out:
-            self._requests[rid].num_blocks = 0
-            self.send("offload", SwapOut(rid=rid, blocks=self._blocks_at(rid, self._residency.entries[rid].leaving)))
+            self._tables.outdated(rid)
+            blocks = self._tables.blocks_at(rid, self._residency.entries[rid].leaving)
+            self.send("offload", SwapOut(rid=rid, blocks=blocks))
         for rid in moves.swap_in:
             self._transfers.returning(rid, self._chunk_out)
-            self.send("offload", SwapIn(rid=rid, blocks=self._blocks_at(rid, self._residency.entries[rid].away)))
+            blocks = self._tables.blocks_at(rid, self._residency.entries[rid].away)
+            self.send("offload", SwapIn(rid=rid, blocks=blocks))
         for rid in moves.admitted:
             self._entered(rid)
             self._note_found(rid)
@@ -274,36 +278,13 @@ class DecodeStage(Stage):
             self.counters.prefix_cache_queries_total += entry.length
             self.counters.prefix_cache_hits_total += entry.cached
 
-    def _register_filled(self, rid: int) -> None:
-        """Tell the prefix tree of blocks that have become full. No kernel runs now, so tables may change."""
-        indices = self._residency.unregistered(rid)
-        if not indices:
-            return
-        request, entry = self._requests[rid], self._residency.entries[rid]
-        if len(entry.keys) < indices.stop:
-            entry.keys.extend(request.keys(entry.keys))
-        for index in indices:
-            if self._residency.filled(rid, index):
-                request.num_blocks = 0
-
-    def _blocks_at(self, rid: int, places: list[int]) -> list[int]:
-        table = self._ledger.blocks(rid)
-        return [table[place] for place in places]
-
-    def _sync_table(self, rid: int) -> None:
-        request = self._requests[rid]
-        if request.num_blocks != self._ledger.held(rid):
-            blocks = self._ledger.blocks(rid)
-            request.table[: len(blocks)] = blocks
-            request.num_blocks = len(blocks)
-
     def _entered(self, rid: int) -> None:
         self._requests[rid].clock.admit()
         if self._requests[rid].clock.parked:
             self._unparked(rid)
 
     def _parked(self, rid: int) -> None:
-        self._requests[rid].num_blocks = 0
+        self._tables.outdated(rid)
         self._requests[rid].clock.park()
         self.send("admission", Preempted(rid=rid))
 
