@@ -20,3 +20,12 @@ def settled(engine: Engine) -> None:
     assert host.requests == {}
     assert host.residency.ledger.available == host.plan.num_blocks
     assert host.arena.used_bytes == 0
+
+
+def forgotten(engine: Engine) -> None:
+    """Admission has no request any more. A client may read the last event a moment before it is forgotten."""
+    give_up = time.monotonic() + 20
+    while len(engine.admission.table) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert engine.admission.table.by_choice == {}
+    assert len(engine.admission.table) == 0

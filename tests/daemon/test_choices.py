@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from forced_swaps import force_swaps
-from leftovers import settled
+from leftovers import forgotten, settled
 
 from deepinfer.clients import AsyncClient, Done, Preempted, Resumed, Token
 from deepinfer.daemon.engine import Engine
@@ -147,7 +147,7 @@ def test_cancel_ends_all_choices(tiny_path):
                 stream.cancel()
         assert {choice.finish_reason for choice in stream.result().choices} == {"cancelled"}
         settled(engine)
-        assert engine.admission.table.by_choice == {}
+        forgotten(engine)
 
 
 def test_an_asynchronous_client_gets_several_choices_too(tiny_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
-from leftovers import settled
+from leftovers import forgotten, settled
 from moments import LAST_STEP, PLACES, Moment
 
 from deepinfer.clients import DeepInferError
@@ -133,7 +133,7 @@ def test_a_request_ends_once_and_leaves_nothing_whatever_ends_it_and_wherever_it
             check_end(client.events_until_terminal(), place, "cancelled" if what == "cancel" else what)
     settled(engine)
     assert moment.hit == place
-    assert len(engine.admission.table) == 0
+    forgotten(engine)
     moment.let_go()
     assert len(engine.complete("who is next", max_new_tokens=3, ignore_eos=True).ids) == 3
 
