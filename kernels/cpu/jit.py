@@ -62,15 +62,21 @@ def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Call
     return decorate
 
 
+_units: list[Any] = []
+"""Whoever uses a unit has its address only; this keeps the code."""
+
+
 def compiled_unit(function: Callable[[int, int, int], None]) -> Any:
-    """Compile a function for `tasks`, as C calls it; `.address` is where it lies."""
+    """Compile a function for `tasks`, as C calls it; `.address` is where it lies, for as long as the process lives."""
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(CACHE_FOLDER / "units")
     try:
         signature = numba.void(numba.int64, numba.int64, numba.int64)
-        return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+        made = numba.cfunc(signature, cache=True, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = before
+    _units.append(made)
+    return made
 
 
 def helper(function: Callable[..., Any]) -> Any:
