@@ -244,7 +244,8 @@ def test_a_folder_or_link_of_a_stranger_is_neither_read_nor_written(tiny_path, t
     target = tmp_path / "precious"
     target.write_text("precious")
     planted = tmp_path / "planted"
-    planted.mkdir(mode=0o755)
+    planted.mkdir()
+    planted.chmod(0o755)  # Whatever the umask is.
     (planted / "daemon.log").symlink_to(target)
     (planted / "daemon.json").write_text(json.dumps({"endpoint": "ipc:///nowhere", "pid": 1}))
     link = tmp_path / "link"
