@@ -174,10 +174,18 @@ def conditions() -> dict[str, Any]:
 
 
 def engine_facts(status: dict[str, Any]) -> dict[str, Any]:
-    """`engine` of a status, without the place of the model on this machine: a result file is for others too."""
-    engine = dict(status["engine"])
-    engine["checkpoint"] = {name: value for name, value in engine.get("checkpoint", {}).items() if name != "path"}
-    return engine
+    """`engine` of a status without paths of this machine: a result file is for others too."""
+    return _without_paths(status["engine"])
+
+
+def _without_paths(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_paths(part)
+        for name, part in value.items()
+        if not (isinstance(part, str) and Path(part).is_absolute())
+    }
 
 
 def cpu_name() -> str:
