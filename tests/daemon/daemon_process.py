@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from deepinfer.clients import DeepInferError, Stream
 
 CLI = [sys.executable, "-m", "deepinfer.daemon.cli"]
 START_SECONDS = 90.0
@@ -89,3 +91,14 @@ def nothing_left(folder: Path) -> None:
     """No socket, no lock, no connection file; the log may stay."""
     left = {path.name for path in folder.iterdir()} - {"daemon.log"} if folder.exists() else set()
     assert left == set()
+
+
+def endings_of(streams: Iterable[Stream]) -> list[str]:
+    """How each ended: its finish reason, or the code of its error."""
+    endings = []
+    for stream in streams:
+        try:
+            endings.append(stream.result().finish_reason)
+        except DeepInferError as error:
+            endings.append(error.code)
+    return endings

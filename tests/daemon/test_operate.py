@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from daemon_process import CLI, Daemon, nothing_left, run_cli, running
+from daemon_process import CLI, Daemon, endings_of, nothing_left, run_cli, running
 from test_processes import wait_gone
 
 from deepinfer.clients import AccessDeniedError, Client, DeepInferError
@@ -203,12 +203,7 @@ def test_a_drain_cuts_what_still_runs_after_the_seconds_it_is_told(tiny_path, fo
         streams = [client.generate("x", max_new_tokens=480, ignore_eos=True) for _ in range(8)]
         next(iter(streams[-1]))
         assert control(folder, "drain", seconds=0)["drain_s"] == 0
-        endings = []
-        for stream in streams:
-            try:
-                endings.append(stream.result().finish_reason)
-            except DeepInferError as error:
-                endings.append(error.code)
+        endings = endings_of(streams)
         assert "shutting_down" in endings
         assert set(endings) <= {"length", "shutting_down"}
         assert daemon.wait_end(60) == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from daemon_process import Daemon, nothing_left, run_cli, running
+from daemon_process import Daemon, endings_of, nothing_left, run_cli, running
 
 from deepinfer.clients import Client, DeepInferError, Preempted
 
@@ -94,12 +94,7 @@ def test_a_second_sigterm_cuts_and_every_stream_hears_of_it(tiny_path, folder):
             daemon.signal(signal.SIGTERM)
             time.sleep(0.3)
             daemon.signal(signal.SIGTERM)
-            endings = []
-            for stream in streams:
-                try:
-                    endings.append(stream.result().finish_reason)
-                except DeepInferError as error:
-                    endings.append(error.code)
+            endings = endings_of(streams)
             assert set(endings) <= {"length", "shutting_down"}
             assert "shutting_down" in endings
         assert daemon.wait_end() == 0
