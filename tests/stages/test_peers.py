@@ -39,9 +39,10 @@ class Port:
         return senders
 
     def left(self, count: int = 1) -> list[bytes]:
+        """Until `count` clients are known to have left. One is told of again for each message read after it left."""
         give_up = time.monotonic() + 10
         gone: list[bytes] = []
-        while len(gone) < count and time.monotonic() < give_up:
+        while len(set(gone)) < count and time.monotonic() < give_up:
             self.events.poll(100)
             gone += self.peers.left()
         return gone
@@ -81,6 +82,20 @@ def test_a_client_that_left_before_its_message_was_read_is_known_to_have_left(po
         assert port.peers.left() == []
     (gone,) = port.receive()
     assert port.peers.left() == [gone]
+
+
+def test_every_message_that_is_read_after_its_client_left_says_so_again(port):
+    """Whoever acted on the first one has forgotten that client when the second one asks for something."""
+    client = port.client()
+    client.send(b"a")
+    client.send(b"b")
+    client.close()
+    assert port.router.poll(5000)
+    while port.events.poll(300):
+        assert port.peers.left() == []
+    for _ in range(2):
+        (gone,) = port.receive()
+        assert port.peers.left() == [gone]
 
 
 def test_clients_that_come_and_go_on_the_same_descriptor_are_told_apart(port):
