@@ -12,19 +12,15 @@ from typing import Any
 
 import click
 
-from deepinfer.daemon.bench_swap_config import SwapBench
+from deepinfer.daemon.cli_bench import bench, kv_quality, validate_kernels
 from deepinfer.daemon.cli_common import EXIT_CONFIG, fail, folder_errors, folder_of, runtime_option, where_options
 from deepinfer.daemon.cli_keys import keys_group
 from deepinfer.daemon.cli_operate import dump, logs, reload
 from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
+from deepinfer.daemon.cli_stress import stress
 from deepinfer.daemon.config import ConfigError, DaemonConfig
-from deepinfer.daemon.kv_quality_config import KvQuality
-from deepinfer.daemon.options import options_of
 from deepinfer.daemon.runtime_folder import FolderError
-from deepinfer.daemon.setting import given
 from deepinfer.daemon.sources import gather
-from deepinfer.daemon.stress_config import StressConfig, engine_settings
-from deepinfer.daemon.stress_kill_config import KillConfig
 
 
 @click.group(context_settings={"max_content_width": 110})
@@ -36,7 +32,7 @@ def main() -> None:
 main.add_command(config_group)
 main.add_command(plan_command)
 main.add_command(keys_group)
-for operation in (reload, logs, dump):
+for operation in (reload, logs, dump, validate_kernels, kv_quality, bench, stress):
     main.add_command(operation)
 
 
@@ -177,122 +173,6 @@ def chat(where: Any, message: str | None = None, system: str | None = None, **fi
     from deepinfer.daemon.commands import chat_loop
 
     sys.exit(chat_loop(where, message, system, _plain(fields)))
-
-
-@main.command("validate-kernels")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or host-emulation.")
-@click.option("--checkpoint", help="Also compare the logits of one token of this model with a dense attention.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def validate_kernels(device: str, checkpoint: str | None, output: Path | None) -> None:
-    """Compare every kernel of this device with a plain reference. Exit code 1 when one is outside its limits."""
-    from deepinfer.daemon.validate_kernels import run_validation
-
-    sys.exit(run_validation(device, checkpoint, output))
-
-
-@main.command("kv-quality")
-@options_of(KvQuality)
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw quality against bytes per token.")
-def kv_quality(output: Path | None, plot: Path | None, **options: Any) -> None:
-    """Compare KV formats with keys and values in the compute dtype. Exit code 1 when one is outside the gate."""
-    from deepinfer.kernels.openmp import limit_spinning
-
-    limit_spinning()
-    from deepinfer.daemon.kv_quality import run_kv_quality
-    from deepinfer.stages.model.errors import ModelError
-
-    try:
-        sys.exit(run_kv_quality(KvQuality(**given(options)), output, plot))
-    except (ConfigError, ModelError) as error:
-        fail(str(error), EXIT_CONFIG)
-
-
-@main.group()
-def bench() -> None:
-    """Measure this machine. Every number in the documentation comes from one of these."""
-
-
-@bench.command()
-@click.option("--model", default="smollm2-135m", show_default=True)
-@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="[default: all cores]")
-@click.option("--rounds", type=int, default=5, show_default=True)
-@click.option("--peer/--no-peer", default=True, show_default=True, help="Measure transformers' generate beside it.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def serving(model: str, threads: int, rounds: int, peer: bool, output: Path | None) -> None:
-    """Decode at several concurrencies, prefill, KV formats at long context, and a peer, in one run."""
-    from deepinfer.daemon.bench_serving import run_bench
-
-    run_bench(model, threads, rounds, peer, output)
-
-
-@bench.command()
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or host-emulation.")
-@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="[default: all cores]")
-@click.option("--rounds", type=int, default=5, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def kernels(device: str, threads: int, rounds: int, output: Path | None) -> None:
-    """Paged decode of every KV format (on a GPU the GEMV and a decode step too), beside a copy of memory."""
-    from deepinfer.kernels.openmp import limit_spinning
-
-    limit_spinning()
-    from deepinfer.daemon.bench_kernels import run_bench_kernels
-
-    run_bench_kernels(device, rounds, threads, output)
-
-
-@bench.command("swap")
-@options_of(SwapBench)
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def bench_swap(output: Path | None, **options: Any) -> None:
-    """Copies beside plain copies, those that stay beside those that swap, and eight requests over a pool for two."""
-    from deepinfer.daemon.bench_swap import run_swap_bench
-
-    try:
-        settings = SwapBench(**given(options))
-        settings.check()
-        run_swap_bench(settings, output)
-    except ConfigError as error:
-        fail(str(error), EXIT_CONFIG)
-
-
-@main.group()
-def stress() -> None:
-    """Load that must not change an answer. Exit code 1 when a check failed."""
-
-
-@stress.command()
-@options_of(StressConfig)
-@click.option(
-    "--kv-cache-dtype", "formats", multiple=True, default=["auto"], show_default=True, help="May be repeated."
-)
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Another setting of the engine.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def swap(formats: tuple[str, ...], settings: tuple[str, ...], output: Path | None, **options: Any) -> None:
-    """More requests than the KV pool holds, faults, cancels: everyone must answer as if alone, and nothing be left."""
-    from deepinfer.daemon.stress import run_stress
-    from deepinfer.stages.model.errors import ModelError
-
-    try:
-        sys.exit(run_stress(StressConfig(**given(options)), formats, engine_settings(settings), output))
-    except (ConfigError, ModelError) as error:
-        fail(str(error), EXIT_CONFIG)
-
-
-@stress.command()
-@options_of(KillConfig)
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def kill(output: Path | None, **options: Any) -> None:
-    """A real daemon whose engine is killed under load, again and again: everyone must answer as if nothing had been."""
-    from deepinfer.daemon.stress_daemon import DaemonFailed
-    from deepinfer.daemon.stress_kill import run_kill
-
-    try:
-        sys.exit(run_kill(KillConfig(**given(options)), output))
-    except ConfigError as error:
-        fail(str(error), EXIT_CONFIG)
-    except DaemonFailed as error:
-        fail(str(error), 1)
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

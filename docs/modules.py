@@ -11,6 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
     "daemon",
+    "daemon/bench",
+    "daemon/quality",
+    "daemon/stress",
     "stages",
     "stages/memory",
     "stages/model",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from deepinfer.daemon.bench_peer import load as load_reference
+from deepinfer.daemon.bench.peer import load as load_reference
 
 __all__ = ["greedy_ids", "load_reference", "teacher_forced_logits"]
 

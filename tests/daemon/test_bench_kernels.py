@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deepinfer.daemon import bench_kernels
-from deepinfer.daemon.bench_attention import Heads, _block
-from deepinfer.daemon.bench_kernels import Plan, run_bench_kernels
-from deepinfer.daemon.bench_matmul import ROWS, Shape
+from deepinfer.daemon.bench import kernels as bench_kernels
+from deepinfer.daemon.bench.attention import Heads, _block
+from deepinfer.daemon.bench.kernels import Plan, run_bench_kernels
+from deepinfer.daemon.bench.matmul import ROWS, Shape
 from deepinfer.daemon.cli import main
 from deepinfer.kernels import resolve_kv_format
 
@@ -22,7 +22,7 @@ FORMATS = ("fp16", "int8", "fp8_e4m3/fp8_e5m2")
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr("deepinfer.daemon.bench_timing.SHORTEST", 0.0)
+    monkeypatch.setattr("deepinfer.daemon.bench.timing.SHORTEST", 0.0)
     monkeypatch.setattr(bench_kernels, "_instructions", lambda plan: {"rows": []})
 
 

@@ -7,10 +7,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from deepinfer.daemon.bench_load import Seen
-from deepinfer.daemon.bench_swap_config import SwapBench
-from deepinfer.daemon.bench_swap_experiments import _gaps_before
-from deepinfer.daemon.bench_swap_report import Goal
+from deepinfer.daemon.bench.load import Seen
+from deepinfer.daemon.bench.swap_config import SwapBench
+from deepinfer.daemon.bench.swap_experiments import _gaps_before
+from deepinfer.daemon.bench.swap_report import Goal
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.setting import ConfigError
 

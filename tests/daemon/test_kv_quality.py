@@ -14,11 +14,11 @@ from reference import greedy_ids, load_reference, teacher_forced_logits
 from tiny import MAX_CONTEXT, byte_tokenizer, save_tiny_qwen2
 
 from deepinfer.daemon.cli import main
-from deepinfer.daemon.kv_quality_config import OWN_TEXT, KvQuality
-from deepinfer.daemon.kv_quality_measure import divergence, first_divergence
-from deepinfer.daemon.kv_quality_paged import PagedModel
-from deepinfer.daemon.kv_quality_report import gate_failures
-from deepinfer.daemon.kv_quality_text import PASSKEY, read_material
+from deepinfer.daemon.quality.config import OWN_TEXT, KvQuality
+from deepinfer.daemon.quality.measure import divergence, first_divergence
+from deepinfer.daemon.quality.paged import PagedModel
+from deepinfer.daemon.quality.report import gate_failures
+from deepinfer.daemon.quality.text import PASSKEY, read_material
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.stages.model import Model, Tokenizer, load_model, load_tokenizer, open_checkpoint

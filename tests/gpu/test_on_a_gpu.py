@@ -11,9 +11,9 @@ import torch
 from tiny import save_tiny_llama
 
 from deepinfer.daemon import validate_kernels
-from deepinfer.daemon.bench_attention import Heads
-from deepinfer.daemon.bench_kernels import Plan, run_bench_kernels
-from deepinfer.daemon.bench_matmul import Shape
+from deepinfer.daemon.bench.attention import Heads
+from deepinfer.daemon.bench.kernels import Plan, run_bench_kernels
+from deepinfer.daemon.bench.matmul import Shape
 from deepinfer.daemon.engine import Engine
 
 pytestmark = [

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from deepinfer.daemon.cli import main
-from deepinfer.daemon.stress_kill import MOMENTS, Killer, stress_kill
-from deepinfer.daemon.stress_kill_config import KillConfig
+from deepinfer.daemon.stress.kill import MOMENTS, Killer, stress_kill
+from deepinfer.daemon.stress.kill_config import KillConfig
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ class FakeDaemon:
 
 def test_a_killer_strikes_once_at_its_moment_and_perhaps_a_second_engine_later(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("deepinfer.daemon.stress_kill.time.monotonic", lambda: now)
+    monkeypatch.setattr("deepinfer.daemon.stress.kill.time.monotonic", lambda: now)
     moments, seconds = set(), 0
     for seed in range(200):
         now = 0.0

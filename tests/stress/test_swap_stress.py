@@ -12,13 +12,13 @@ import zmq
 from click.testing import CliRunner
 
 from deepinfer.clients.wire import pack_request
-from deepinfer.daemon import stress_checks
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.config import ConfigError
-from deepinfer.daemon.stress import stress_format
-from deepinfer.daemon.stress_client import Drive
-from deepinfer.daemon.stress_config import StressConfig, engine_settings
-from deepinfer.daemon.stress_jobs import Job, Question, catalogue, jobs
+from deepinfer.daemon.stress import checks as stress_checks
+from deepinfer.daemon.stress.client import Drive
+from deepinfer.daemon.stress.jobs import Job, Question, catalogue, jobs
+from deepinfer.daemon.stress.swap import stress_format
+from deepinfer.daemon.stress.swap_config import StressConfig, engine_settings
 from deepinfer.stages.memory.arena import Copy, HostArena
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.runner import ModelRunner

@@ -23,7 +23,7 @@ from typing import Any
 import click
 
 from deepinfer.clients import Client
-from deepinfer.daemon.bench_load import Streams, random_prompt, started_daemon
+from deepinfer.daemon.bench.load import Streams, random_prompt, started_daemon
 from deepinfer.stages.model import resolve_model
 
 PROMPT_TOKENS = 64
@@ -141,7 +141,7 @@ def _peer_rate(ask: Callable[[list[int], int], float]) -> float:
 @contextmanager
 def _transformers(model: str, threads: int) -> Iterator[Callable[[list[int], int], float]]:
     """A function that has transformers generate and returns the seconds it took."""
-    command = [sys.executable, "-m", "deepinfer.daemon.bench_peer", str(resolve_model(model)), str(threads)]
+    command = [sys.executable, "-m", "deepinfer.daemon.bench.peer", str(resolve_model(model)), str(threads)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

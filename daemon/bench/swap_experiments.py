@@ -11,10 +11,10 @@ import click
 import torch
 
 from deepinfer.clients import Client
-from deepinfer.daemon.bench_load import Seen, Streams, random_prompt
-from deepinfer.daemon.bench_swap_config import BLOCK_SIZE, FITTING, OVERSUBSCRIBED, STAYING, SwapBench
-from deepinfer.daemon.bench_swap_report import Goal
-from deepinfer.daemon.stress_copies import PlainCopies
+from deepinfer.daemon.bench.load import Seen, Streams, random_prompt
+from deepinfer.daemon.bench.swap_config import BLOCK_SIZE, FITTING, OVERSUBSCRIBED, STAYING, SwapBench
+from deepinfer.daemon.bench.swap_report import Goal
+from deepinfer.daemon.stress.copies import PlainCopies
 from deepinfer.stages.decode import SNAPSHOT_SECONDS
 
 SWAP_COUNTERS = {

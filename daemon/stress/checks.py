@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from deepinfer.clients import Completion
 from deepinfer.daemon.engine import Engine
-from deepinfer.daemon.stress_client import Outcome
-from deepinfer.daemon.stress_copies import StressCopies
+from deepinfer.daemon.stress.client import Outcome
+from deepinfer.daemon.stress.copies import StressCopies
 from deepinfer.stages.memory.ledger import LedgerError
 
 SETTLE_SECONDS = 20.0

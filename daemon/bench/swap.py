@@ -17,11 +17,11 @@ from typing import Any
 import click
 
 from deepinfer.clients import Client
-from deepinfer.daemon.bench_load import started_daemon
-from deepinfer.daemon.bench_serving import conditions, engine_facts
-from deepinfer.daemon.bench_swap_config import SwapBench
-from deepinfer.daemon.bench_swap_experiments import Beside, Forced, Oversubscribed
-from deepinfer.daemon.bench_swap_report import print_report
+from deepinfer.daemon.bench.load import started_daemon
+from deepinfer.daemon.bench.serving import conditions, engine_facts
+from deepinfer.daemon.bench.swap_config import SwapBench
+from deepinfer.daemon.bench.swap_experiments import Beside, Forced, Oversubscribed
+from deepinfer.daemon.bench.swap_report import print_report
 
 
 def run_swap_bench(bench: SwapBench, output: Path | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from deepinfer.daemon.kv_quality_config import OWN_TEXT, PROMPT_TOKENS, KvQuality
+from deepinfer.daemon.quality.config import OWN_TEXT, PROMPT_TOKENS, KvQuality
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.stages.model import Tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deepinfer.daemon.bench_timing import Measure, copy_measure, in_rounds, prepare, spread
+from deepinfer.daemon.bench.timing import Measure, copy_measure, in_rounds, prepare, spread
 from deepinfer.kernels import BlockLayout, resolve_kv_format
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.graphs import StepBuffers

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from deepinfer.daemon.stress_client import Outcome
-from deepinfer.daemon.stress_copies import Direction, PlainCopies, StressCopies
+from deepinfer.daemon.stress.client import Outcome
+from deepinfer.daemon.stress.copies import Direction, PlainCopies, StressCopies
 from deepinfer.stages.preemption import describe_choice
 
 SHOWN_FAILURES = 5

@@ -13,12 +13,12 @@ from typing import Any
 
 import click
 
-from deepinfer.daemon.bench_serving import conditions
-from deepinfer.daemon.kv_quality_config import KvQuality
-from deepinfer.daemon.kv_quality_measure import measure_exact, measure_format
-from deepinfer.daemon.kv_quality_paged import BLOCK_SIZE, PagedModel
-from deepinfer.daemon.kv_quality_report import check_plot, gate_failures, print_report, write_plot
-from deepinfer.daemon.kv_quality_text import Material, read_material
+from deepinfer.daemon.bench.serving import conditions
+from deepinfer.daemon.quality.config import KvQuality
+from deepinfer.daemon.quality.measure import measure_exact, measure_format
+from deepinfer.daemon.quality.paged import BLOCK_SIZE, PagedModel
+from deepinfer.daemon.quality.report import check_plot, gate_failures, print_report, write_plot
+from deepinfer.daemon.quality.text import Material, read_material
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.kernels import KVFormat, resolve_kv_format
 from deepinfer.kernels.cpu_runtime import configure_threads

@@ -18,13 +18,13 @@ import psutil
 import zmq
 
 from deepinfer.clients import Client, Completion
-from deepinfer.daemon.bench_serving import conditions
-from deepinfer.daemon.stress_checks import Check, judge, outcome_checks
-from deepinfer.daemon.stress_client import Drive, Outcome
-from deepinfer.daemon.stress_config import StressConfig
-from deepinfer.daemon.stress_daemon import RealDaemon
-from deepinfer.daemon.stress_jobs import Job, catalogue, jobs
-from deepinfer.daemon.stress_kill_config import SIGNALS, KillConfig
+from deepinfer.daemon.bench.serving import conditions
+from deepinfer.daemon.stress.checks import Check, judge, outcome_checks
+from deepinfer.daemon.stress.client import Drive, Outcome
+from deepinfer.daemon.stress.daemon import RealDaemon
+from deepinfer.daemon.stress.jobs import Job, catalogue, jobs
+from deepinfer.daemon.stress.kill_config import SIGNALS, KillConfig
+from deepinfer.daemon.stress.swap_config import StressConfig
 
 MOMENTS = ("accepted", "token", "preempted", "idle")
 MAX_PARKS = 8

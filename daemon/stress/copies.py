@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepinfer.daemon.stress_config import StressConfig
+from deepinfer.daemon.stress.swap_config import StressConfig
 from deepinfer.stages.offload import copy_rows
 
 MAX_SAMPLES = 1000

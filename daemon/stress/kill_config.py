@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from deepinfer.daemon.setting import ConfigError, check_values, setting
-from deepinfer.daemon.stress_config import StressConfig
+from deepinfer.daemon.stress.swap_config import StressConfig
 
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 

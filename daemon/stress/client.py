@@ -11,7 +11,7 @@ import zmq
 from deepinfer.clients import Completion, DeepInferError
 from deepinfer.clients.streams import StreamState
 from deepinfer.clients.wire import pack_request, unpack_event
-from deepinfer.daemon.stress_jobs import Job, Question, Start
+from deepinfer.daemon.stress.jobs import Job, Question, Start
 
 POLL_MS = 50
 PING_ID = "last"

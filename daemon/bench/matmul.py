@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from deepinfer.daemon.bench_timing import Measure, copy_measure, in_rounds, prepare, repeated, spread
+from deepinfer.daemon.bench.timing import Measure, copy_measure, in_rounds, prepare, repeated, spread
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.linear import Linear

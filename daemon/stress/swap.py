@@ -14,15 +14,15 @@ import click
 import psutil
 
 from deepinfer.clients import Completion
-from deepinfer.daemon.bench_serving import conditions
+from deepinfer.daemon.bench.serving import conditions
 from deepinfer.daemon.config import ConfigError
 from deepinfer.daemon.engine import Engine, EngineError
-from deepinfer.daemon.stress_checks import Check, engine_checks, judge, outcome_checks
-from deepinfer.daemon.stress_client import Drive, Outcome
-from deepinfer.daemon.stress_config import StressConfig
-from deepinfer.daemon.stress_copies import PlainCopies, StressCopies
-from deepinfer.daemon.stress_jobs import Question, catalogue, jobs
-from deepinfer.daemon.stress_report import copy_report, latency_report, print_report
+from deepinfer.daemon.stress.checks import Check, engine_checks, judge, outcome_checks
+from deepinfer.daemon.stress.client import Drive, Outcome
+from deepinfer.daemon.stress.copies import PlainCopies, StressCopies
+from deepinfer.daemon.stress.jobs import Question, catalogue, jobs
+from deepinfer.daemon.stress.report import copy_report, latency_report, print_report
+from deepinfer.daemon.stress.swap_config import StressConfig
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model import load_tokenizer, resolve_model
 from deepinfer.stages.stats import EngineCounters

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepinfer.daemon.stress_config import SMOKE_NEW_TOKENS, StressConfig
+from deepinfer.daemon.stress.swap_config import SMOKE_NEW_TOKENS, StressConfig
 
 TOP_PRIORITY = 100
 SHARED_RATE = 0.5

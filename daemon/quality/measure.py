@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from deepinfer.daemon.kv_quality_paged import PagedModel
-from deepinfer.daemon.kv_quality_text import Material
+from deepinfer.daemon.quality.paged import PagedModel
+from deepinfer.daemon.quality.text import Material
 
 _ROWS = 32
 """Rows that are compared at a time, in float64."""

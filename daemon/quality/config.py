@@ -9,7 +9,7 @@ from deepinfer.daemon.config import EngineConfig
 from deepinfer.daemon.setting import ConfigError, check_values, setting, settings_of
 from deepinfer.kernels import CODECS, resolve_kv_format
 
-OWN_TEXT = Path(__file__).with_name("kv_quality_text.txt")
+OWN_TEXT = Path(__file__).with_name("text.txt")
 USUAL = (
     *("fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"),
     *("fp16/int8", "int8/fp16", "fp16/fp8_e4m3", "fp8_e4m3/fp16"),

@@ -1,0 +1,94 @@
+"""The commands that measure: kernels against references, KV formats against one another, the daemon against limits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deepinfer.daemon.bench.swap_config import SwapBench
+from deepinfer.daemon.cli_common import EXIT_CONFIG, fail
+from deepinfer.daemon.config import ConfigError
+from deepinfer.daemon.options import options_of
+from deepinfer.daemon.quality.config import KvQuality
+from deepinfer.daemon.setting import given
+
+
+@click.command("validate-kernels")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or host-emulation.")
+@click.option("--checkpoint", help="Also compare the logits of one token of this model with a dense attention.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def validate_kernels(device: str, checkpoint: str | None, output: Path | None) -> None:
+    """Compare every kernel of this device with a plain reference. Exit code 1 when one is outside its limits."""
+    from deepinfer.daemon.validate_kernels import run_validation
+
+    sys.exit(run_validation(device, checkpoint, output))
+
+
+@click.command("kv-quality")
+@options_of(KvQuality)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw quality against bytes per token.")
+def kv_quality(output: Path | None, plot: Path | None, **options: Any) -> None:
+    """Compare KV formats with keys and values in the compute dtype. Exit code 1 when one is outside the gate."""
+    from deepinfer.kernels.openmp import limit_spinning
+
+    limit_spinning()
+    from deepinfer.daemon.quality.kv_quality import run_kv_quality
+    from deepinfer.stages.model.errors import ModelError
+
+    try:
+        sys.exit(run_kv_quality(KvQuality(**given(options)), output, plot))
+    except (ConfigError, ModelError) as error:
+        fail(str(error), EXIT_CONFIG)
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine. Every number in the documentation comes from one of these."""
+
+
+@bench.command()
+@click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="[default: all cores]")
+@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--peer/--no-peer", default=True, show_default=True, help="Measure transformers' generate beside it.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def serving(model: str, threads: int, rounds: int, peer: bool, output: Path | None) -> None:
+    """Decode at several concurrencies, prefill, KV formats at long context, and a peer, in one run."""
+    from deepinfer.daemon.bench.serving import run_bench
+
+    run_bench(model, threads, rounds, peer, output)
+
+
+@bench.command()
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or host-emulation.")
+@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="[default: all cores]")
+@click.option("--rounds", type=int, default=5, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def kernels(device: str, threads: int, rounds: int, output: Path | None) -> None:
+    """Paged decode of every KV format (on a GPU the GEMV and a decode step too), beside a copy of memory."""
+    from deepinfer.kernels.openmp import limit_spinning
+
+    limit_spinning()
+    from deepinfer.daemon.bench.kernels import run_bench_kernels
+
+    run_bench_kernels(device, rounds, threads, output)
+
+
+@bench.command("swap")
+@options_of(SwapBench)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def bench_swap(output: Path | None, **options: Any) -> None:
+    """Copies beside plain copies, those that stay beside those that swap, and eight requests over a pool for two."""
+    from deepinfer.daemon.bench.swap import run_swap_bench
+
+    try:
+        settings = SwapBench(**given(options))
+        settings.check()
+        run_swap_bench(settings, output)
+    except ConfigError as error:
+        fail(str(error), EXIT_CONFIG)

@@ -1,0 +1,1 @@
+"""`deepinfer-daemon kv-quality`: what a KV format changes in what a model says."""
