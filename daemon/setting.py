@@ -123,3 +123,12 @@ def _plain(alias: str) -> str:
 def given(values: dict[str, Any]) -> dict[str, Any]:
     """Those that somebody set: a flag that is absent is None."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def numbers_of(config: Any, name: str, kind: type) -> list:
+    """The values of a setting that is a list in text, such as "1,2,4". Raises ConfigError."""
+    value = getattr(config, name)
+    try:
+        return [kind(part) for part in value.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} is {value!r}; it must be numbers separated by commas", name) from error

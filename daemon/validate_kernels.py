@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from deepinfer.daemon.bench.serving import conditions
+from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec, make_attention
 from deepinfer.kernels.devices import DeviceError, open_device

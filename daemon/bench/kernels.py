@@ -12,8 +12,8 @@ import click
 import torch
 
 from deepinfer.daemon.bench.attention import FORMATS, HEADS, Heads, bench_attention
+from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.daemon.bench.matmul import SHAPES, Shape, bench_gemv, bench_step
-from deepinfer.daemon.bench.serving import conditions
 from deepinfer.kernels.cpu_runtime import configure_threads
 from deepinfer.kernels.cuda.nvrtc import REFERENCE_ARCH, CompileError
 from deepinfer.kernels.cuda.report import rows as instruction_rows

@@ -7,8 +7,6 @@ ratio is the median of the rounds' ratios: a slow minute of the machine then hit
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -16,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 
 from deepinfer.clients import Client
+from deepinfer.daemon.bench.conditions import conditions, engine_facts
 from deepinfer.daemon.bench.load import Streams, random_prompt, started_daemon
 from deepinfer.stages.model import resolve_model
 
@@ -160,39 +158,6 @@ def _transformers(model: str, threads: int) -> Iterator[Callable[[list[int], int
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
-
-
-def conditions() -> dict[str, Any]:
-    """What every result file says of where it came from."""
-    packages = ("deepinfer-daemon", "torch", "numba", "transformers", "pyzmq")
-    return {
-        "command": "deepinfer-daemon " + " ".join(sys.argv[1:]),
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
-        "versions": {name: version(name) for name in packages},
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def engine_facts(status: dict[str, Any]) -> dict[str, Any]:
-    """`engine` of a status without paths of this machine: a result file is for others too."""
-    return _without_paths(status["engine"])
-
-
-def _without_paths(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: _without_paths(part)
-        for name, part in value.items()
-        if not (isinstance(part, str) and Path(part).is_absolute())
-    }
-
-
-def cpu_name() -> str:
-    """As the system calls it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _print(report: dict[str, Any]) -> None:

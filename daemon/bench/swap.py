@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from deepinfer.clients import Client
+from deepinfer.daemon.bench.conditions import conditions, engine_facts
 from deepinfer.daemon.bench.load import started_daemon
-from deepinfer.daemon.bench.serving import conditions, engine_facts
 from deepinfer.daemon.bench.swap_config import SwapBench
 from deepinfer.daemon.bench.swap_experiments import Beside, Forced, Oversubscribed
 from deepinfer.daemon.bench.swap_report import print_report

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer.daemon.config import EngineConfig
-from deepinfer.daemon.setting import ConfigError, check_values, setting, settings_of
+from deepinfer.daemon.setting import ConfigError, check_values, numbers_of, setting, settings_of
 from deepinfer.kernels import CODECS, resolve_kv_format
 
 OWN_TEXT = Path(__file__).with_name("text.txt")
@@ -74,15 +74,8 @@ class KvQuality:
 
     @property
     def lengths(self) -> list[int]:
-        return self._numbers("passkey_tokens", int)
+        return numbers_of(self, "passkey_tokens", int)
 
     @property
     def depths(self) -> list[float]:
-        return self._numbers("passkey_depths", float)
-
-    def _numbers(self, name: str, kind: type) -> list:
-        value = getattr(self, name)
-        try:
-            return [kind(part) for part in value.split(",")]
-        except ValueError as error:
-            raise ConfigError(f"{name} is {value!r}; it must be numbers separated by commas", name) from error
+        return numbers_of(self, "passkey_depths", float)

@@ -3,17 +3,15 @@ dtype. In this process, without sockets; the pool, the attention and the executo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from deepinfer.daemon.bench.serving import conditions
+from deepinfer.daemon.bench.conditions import conditions, model_sha256
 from deepinfer.daemon.quality.config import KvQuality
 from deepinfer.daemon.quality.measure import measure_exact, measure_format
 from deepinfer.daemon.quality.paged import BLOCK_SIZE, PagedModel
@@ -69,7 +67,7 @@ def _measure(settings: KvQuality) -> dict[str, Any]:
     return {
         **conditions(),
         "model": settings.model,
-        "model_sha256": _fingerprint(models.path),
+        "model_sha256": model_sha256(models.path),
         "engine": {"device": models.ops.name, "threads": models.threads, **_described(model)},
         "settings": {**asdict(settings), "formats": list(measured), "text": material.source},
         "text": {"source": material.source, "tokens": material.tokens, "windows": len(material.windows)},
@@ -145,16 +143,3 @@ class _Models:
 def _described(model: Model) -> dict[str, object]:
     """Without the place of the checkpoint, which is this machine's affair: `model_sha256` says which one it was."""
     return {name: value for name, value in model.describe().items() if name != "checkpoint"}
-
-
-def _fingerprint(path: Path) -> str:
-    """SHA-256 of the file, or of all weight files of the folder, by name."""
-    digest = hashlib.sha256()
-    for file in _weight_files(path):
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _weight_files(path: Path) -> Iterator[Path]:
-    yield from [path] if path.is_file() else sorted(path.glob("*.safetensors"))

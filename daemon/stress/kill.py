@@ -18,7 +18,7 @@ import psutil
 import zmq
 
 from deepinfer.clients import Client, Completion
-from deepinfer.daemon.bench.serving import conditions
+from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.daemon.stress.checks import Check, judge, outcome_checks
 from deepinfer.daemon.stress.client import Drive, Outcome
 from deepinfer.daemon.stress.daemon import RealDaemon

@@ -14,7 +14,7 @@ import click
 import psutil
 
 from deepinfer.clients import Completion
-from deepinfer.daemon.bench.serving import conditions
+from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.daemon.config import ConfigError
 from deepinfer.daemon.engine import Engine, EngineError
 from deepinfer.daemon.stress.checks import Check, engine_checks, judge, outcome_checks

@@ -1,0 +1,59 @@
+"""Where a result comes from: machine, versions, command, engine, and which weights were served."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def conditions() -> dict[str, Any]:
+    """What every result file says of where it came from."""
+    packages = ("deepinfer-daemon", "torch", "numba", "transformers", "pyzmq")
+    return {
+        "command": "deepinfer-daemon " + " ".join(sys.argv[1:]),
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
+        "versions": {name: version(name) for name in packages},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def engine_facts(status: dict[str, Any]) -> dict[str, Any]:
+    """`engine` of a status without paths of this machine: a result file is for others too."""
+    return _without_paths(status["engine"])
+
+
+def _without_paths(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_paths(part)
+        for name, part in value.items()
+        if not (isinstance(part, str) and Path(part).is_absolute())
+    }
+
+
+def cpu_name() -> str:
+    """As the system calls it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def model_sha256(path: Path) -> str:
+    """SHA-256 of the file, or of all weight files of the folder, by name."""
+    digest = hashlib.sha256()
+    for file in _weight_files(path):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _weight_files(path: Path) -> Iterator[Path]:
+    yield from [path] if path.is_file() else sorted(path.glob("*.safetensors"))
