@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from deepinfer.daemon.bench.concurrency_config import ConcurrencyBench
 from deepinfer.daemon.bench.swap_config import SwapBench
 from deepinfer.daemon.cli_common import EXIT_CONFIG, fail
 from deepinfer.daemon.config import ConfigError
@@ -77,6 +79,31 @@ def kernels(device: str, threads: int, rounds: int, output: Path | None) -> None
     from deepinfer.daemon.bench.kernels import run_bench_kernels
 
     run_bench_kernels(device, rounds, threads, output)
+
+
+def result_options(plot: str | None = None) -> Callable[[Callable], Callable]:
+    """`--output`, and `--plot` where there is something to draw."""
+
+    def decorate(command: Callable) -> Callable:
+        kind = click.Path(path_type=Path, dir_okay=False)
+        if plot is not None:
+            command = click.option("--plot", type=kind, help=plot)(command)
+        return click.option("--output", type=kind, help="Write everything as JSON.")(command)
+
+    return decorate
+
+
+@bench.command("concurrency")
+@options_of(ConcurrencyBench)
+@result_options("Draw throughput and latencies against the concurrency.")
+def bench_concurrency(output: Path | None, plot: Path | None, **options: Any) -> None:
+    """Throughput and latencies of a load at several concurrencies and KV formats; JSON as `vllm bench serve` has it."""
+    from deepinfer.daemon.bench.concurrency import run_concurrency_bench
+
+    try:
+        sys.exit(run_concurrency_bench(ConcurrencyBench(**given(options)), output, plot))
+    except ConfigError as error:
+        fail(str(error), EXIT_CONFIG)
 
 
 @bench.command("swap")

@@ -7,10 +7,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from deepinfer.clients import Client
 
 
 def conditions() -> dict[str, Any]:
@@ -57,3 +59,10 @@ def model_sha256(path: Path) -> str:
 
 def _weight_files(path: Path) -> Iterator[Path]:
     yield from [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def served_sha256(client: Client, status: Mapping[str, Any]) -> str | None:
+    """Of the weights that a daemon of this machine serves. None for one that was named by its endpoint: its path may
+    mean another file here."""
+    path = Path(status["engine"]["checkpoint"]["path"])
+    return model_sha256(path) if client.connection.pid is not None and path.exists() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,13 @@ import click
 import numpy as np
 import zmq
 
-from deepinfer.clients import Client
+from deepinfer.clients import Client, DeepInferError
+from deepinfer.clients.keys import use_keys
 from deepinfer.clients.wire import pack_request, unpack_event
 from deepinfer.daemon.commands import stop_daemon
+
+SILENCE_SECONDS = 60.0
+"""Without an event of any stream, after which the daemon is asked whether it is still there."""
 
 
 @contextmanager
@@ -39,6 +44,17 @@ def started_daemon(*options: str) -> Iterator[Client]:
             stop_daemon(path, now=True)
 
 
+@contextmanager
+def running_daemon(where: str) -> Iterator[Client]:
+    """One that somebody else has started: an endpoint, a connection file or a runtime folder. It is left running."""
+    try:
+        client = Client(where)
+    except DeepInferError as error:
+        raise click.ClickException(f"connect is {where!r}: {error.message}") from error
+    with client:
+        yield client
+
+
 def random_prompt(tokens: int, number: int, vocab_size: int = 40_000) -> list[int]:
     """Random ids, the same in every run."""
     return np.random.default_rng(1000 + number).integers(100, vocab_size, tokens).tolist()
@@ -48,11 +64,21 @@ def random_prompt(tokens: int, number: int, vocab_size: int = 40_000) -> list[in
 class Seen:
     """What arrived of one stream, and when, in seconds of time.perf_counter()."""
 
+    id: int = 0
+    sent: float = 0.0
     tokens: list[float] = field(default_factory=list)
     """One time for each token."""
+    texts: list[str] = field(default_factory=list)
     moves: list[tuple[float, str]] = field(default_factory=list)
     """`preempted` and `resumed`."""
+    ended: float = 0.0
+    """When `done` or `error` came."""
     done: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.done is not None or self.error is not None
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
@@ -65,39 +91,87 @@ class Seen:
 
 
 class Streams:
-    """Any number of greedy streams over one bare socket, so that little of the machine goes to the measuring. An error
-    event raises click.ClickException."""
+    """Any number of greedy streams over one bare socket, so that little of the machine goes to the measuring.
 
-    def __init__(self, client: Client) -> None:
+    An error event raises click.ClickException, unless `keep_errors`: then it ends its stream. So does a daemon that
+    has gone.
+    """
+
+    def __init__(self, client: Client, keep_errors: bool = False) -> None:
         self.seen: list[Seen] = []
+        self.live = 0
+        """Streams that have not ended."""
+        self._client = client
+        self._keep_errors = keep_errors
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
+        if client.connection.curve is not None:
+            use_keys(self._socket, client.connection.curve)
         self._socket.connect(client.connection.endpoint)
 
-    def send(self, prompt: list[int], new_tokens: int, **fields: Any) -> Seen:
+    def send(self, ids: list[int] | None, new_tokens: int, **fields: Any) -> Seen:
+        """`ids`: of the prompt; None where `fields` have a `prompt` or `messages`."""
         fields = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0, **fields}
-        self._socket.send_multipart(pack_request("generate", len(self.seen), fields, prompt))
-        self.seen.append(Seen())
+        id = len(self.seen)
+        frames = pack_request("generate", id, fields, ids)
+        self.seen.append(Seen(id, time.perf_counter()))
+        self.live += 1
+        self._socket.send_multipart(frames)
         return self.seen[-1]
+
+    def cancel(self, seen: Seen) -> None:
+        """Its `done` is still to come."""
+        self._socket.send_multipart(pack_request("cancel", seen.id, {}))
+
+    def read(self, seconds: float) -> bool:
+        """Waits at most so long for an event, and reads all that are there. False: there was none."""
+        if not self._socket.poll(max(0, math.ceil(seconds * 1000))):
+            return False
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._note(unpack_event(frames), time.perf_counter())
+
+    def wait(self, seconds: float = SILENCE_SECONDS) -> None:
+        """As `read`; where nothing comes for long, the daemon must at least answer a ping."""
+        if self.read(min(seconds, SILENCE_SECONDS)) or seconds < SILENCE_SECONDS:
+            return
+        try:
+            self._client.ping()
+        except DeepInferError as error:
+            raise click.ClickException(
+                f"the daemon has gone while {self.live} requests ran: {error.message}"
+            ) from error
 
     def until(self, reached: Callable[[], bool]) -> None:
         """Read events until it is so."""
         while not reached():
-            event = unpack_event(self._socket.recv_multipart())
-            if event["event"] == "error":
-                raise click.ClickException(event["message"])
-            self._note(self.seen[event["id"]], event, time.perf_counter())
+            self.wait()
 
     def until_all_done(self) -> None:
-        self.until(lambda: all(seen.done for seen in self.seen))
+        self.until(lambda: not self.live)
 
-    def _note(self, seen: Seen, event: dict[str, Any], now: float) -> None:
+    def _note(self, event: dict[str, Any], now: float) -> None:
+        if event["event"] == "reply":
+            return
+        if event["event"] == "error" and (not self._keep_errors or event.get("id") is None):
+            raise click.ClickException(event["message"])
+        seen = self.seen[event["id"]]
         seen.tokens += [now] * len(event.get("ids", ()))
+        if event.get("text"):
+            seen.texts.append(event["text"])
         if event["event"] in ("preempted", "resumed"):
             seen.moves.append((now, event["event"]))
+        if event["event"] in ("done", "error"):
+            seen.ended = now
+            self.live -= 1
         if event["event"] == "done":
             seen.done = event
+        elif event["event"] == "error":
+            seen.error = event["message"]
 
     def __enter__(self) -> Streams:
         return self

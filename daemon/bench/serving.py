@@ -22,6 +22,7 @@ import click
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts
 from deepinfer.daemon.bench.load import Streams, random_prompt, started_daemon
+from deepinfer.daemon.bench.rounds import Spread, noise, print_noise, ratio_line, ratio_of
 from deepinfer.stages.model import resolve_model
 
 PROMPT_TOKENS = 64
@@ -66,6 +67,7 @@ def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer:
         for name, measure in arms.items():
             samples[name].append(measure())
     status = main.status()
+    ratios = _ratios(samples)
     return {
         **conditions(),
         "model": model,
@@ -74,7 +76,8 @@ def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer:
         "ready_seconds": status["ready_seconds"],
         "engine": engine_facts(status),
         "tokens_per_s": {name: round(statistics.median(values), 2) for name, values in samples.items()},
-        "ratios": _ratios(samples),
+        "ratios": {name: {key: round(v, 3) for key, v in ratio._asdict().items()} for name, ratio in ratios.items()},
+        "too_noisy": noise(ratios, rounds),
         "samples_tokens_per_s": {name: [round(v, 2) for v in values] for name, values in samples.items()},
     }
 
@@ -83,7 +86,7 @@ def _format_arm(name: str) -> str:
     return f"decode c=1 at {LONG_CONTEXT} tokens, KV {name}"
 
 
-def _ratios(samples: Samples) -> dict[str, dict[str, float]]:
+def _ratios(samples: Samples) -> dict[str, Spread]:
     """Median, least and greatest of the rounds' ratios."""
     pairs = {
         "c=8 to c=1": ("decode c=8", "decode c=1"),
@@ -93,15 +96,7 @@ def _ratios(samples: Samples) -> dict[str, dict[str, float]]:
     }
     if PEER in samples:
         pairs["c=1 to transformers fp32"] = ("decode c=1", PEER)
-    ratios = {}
-    for name, (ours, other) in pairs.items():
-        values = [a / b for a, b in zip(samples[ours], samples[other], strict=True)]
-        ratios[name] = {
-            "median": round(statistics.median(values), 3),
-            "min": round(min(values), 3),
-            "max": round(max(values), 3),
-        }
-    return ratios
+    return {name: ratio_of(samples, *pair) for name, pair in pairs.items()}
 
 
 # --- one arm ------------------------------------------------------------------------------------------------------
@@ -171,4 +166,5 @@ def _print(report: dict[str, Any]) -> None:
             line += f"   {rate * step_bytes / 1e9:6.1f} GB/s of weights"
         click.echo(line)
     for name, ratio in report["ratios"].items():
-        click.echo(f"{name:42} {ratio['median']:10.2f} x   ({ratio['min']:.2f} to {ratio['max']:.2f})")
+        click.echo(ratio_line(name, Spread(**ratio)))
+    print_noise(report)
