@@ -125,15 +125,11 @@ class Streams:
         self._socket.send_multipart(pack_request("cancel", seen.id, {}))
 
     def read(self, seconds: float) -> bool:
-        """Waits at most so long for an event, and reads all that are there. False: there was none."""
+        """Waits at most so long for an event, and reads it. False: there was none."""
         if not self._socket.poll(max(0, math.ceil(seconds * 1000))):
             return False
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            self._note(unpack_event(frames), time.perf_counter())
+        self._note(unpack_event(self._socket.recv_multipart()), time.perf_counter())
+        return True
 
     def wait(self, seconds: float = SILENCE_SECONDS) -> None:
         """As `read`; where nothing comes for long, the daemon must at least answer a ping."""
