@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from deepinfer.daemon.bench.concurrency_config import ConcurrencyBench
+from deepinfer.daemon.bench.peers.config import PeersBench, pythons_of
 from deepinfer.daemon.bench.swap_config import SwapBench
 from deepinfer.daemon.cli_common import EXIT_CONFIG, fail
 from deepinfer.daemon.config import ConfigError
@@ -117,5 +118,26 @@ def bench_swap(output: Path | None, **options: Any) -> None:
         settings = SwapBench(**given(options))
         settings.check()
         run_swap_bench(settings, output)
+    except ConfigError as error:
+        fail(str(error), EXIT_CONFIG)
+
+
+@bench.command("peers")
+@options_of(PeersBench)
+@click.option(
+    "--peer-python",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="A Python that has the peer NAME. May be given repeatedly.",
+)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def bench_peers(peer_python: tuple[str, ...], output: Path | None, **options: Any) -> None:
+    """Decode and prefill of other programs that serve the same file, beside ours, in one run."""
+    from deepinfer.daemon.bench.peers.run import run_peers_bench
+
+    try:
+        settings = PeersBench(**given(options))
+        settings.check()
+        run_peers_bench(settings, pythons_of(peer_python), output)
     except ConfigError as error:
         fail(str(error), EXIT_CONFIG)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = (
     "daemon",
     "daemon/bench",
+    "daemon/bench/peers",
     "daemon/quality",
     "daemon/stress",
     "stages",

@@ -69,6 +69,7 @@ class Seen:
     tokens: list[float] = field(default_factory=list)
     """One time for each token."""
     texts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     moves: list[tuple[float, str]] = field(default_factory=list)
     """`preempted` and `resumed`."""
     ended: float = 0.0
@@ -156,7 +157,9 @@ class Streams:
         if event["event"] == "error" and (not self._keep_errors or event.get("id") is None):
             raise click.ClickException(event["message"])
         seen = self.seen[event["id"]]
-        seen.tokens += [now] * len(event.get("ids", ()))
+        ids = event.get("ids", ())
+        seen.tokens += [now] * len(ids)
+        seen.ids += ids
         if event.get("text"):
             seen.texts.append(event["text"])
         if event["event"] in ("preempted", "resumed"):

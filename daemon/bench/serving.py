@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,11 @@ import click
 
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts
-from deepinfer.daemon.bench.load import Streams, random_prompt, started_daemon
+from deepinfer.daemon.bench.load import random_prompt, started_daemon
+from deepinfer.daemon.bench.peers.config import Arm
+from deepinfer.daemon.bench.peers.measure import Ours, rate_of
+from deepinfer.daemon.bench.peers.process import PeerFailed, PeerProcess
+from deepinfer.daemon.bench.peers.roster import TRANSFORMERS_FP32, start_peer
 from deepinfer.daemon.bench.rounds import Spread, noise, print_noise, ratio_line, ratio_of
 from deepinfer.stages.model import resolve_model
 
@@ -31,6 +34,7 @@ CONCURRENCY = (1, 4, 8, 16)
 LONG_CONTEXT = 1000
 PREFILL_TOKENS = 512
 FORMATS = ("fp16", "int8", "fp8_e4m3", "fp8_e5m2")
+PEER_SECONDS = 600.0
 PEER = "transformers fp32 generate, c=1"
 
 Samples = dict[str, list[float]]
@@ -59,8 +63,7 @@ def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer:
         **{_format_arm(name): partial(_decode_rate, client, 1, LONG_CONTEXT) for name, client in formats.items()},
     }
     if with_peer:
-        ask = stack.enter_context(_transformers(model, threads))
-        arms[PEER] = partial(_peer_rate, ask)
+        arms[PEER] = partial(_peer_rate, stack.enter_context(_transformers(model, threads)))
     samples: Samples = {name: [] for name in arms}
     for number in range(rounds):
         click.echo(f"round {number + 1} of {rounds}", err=True)
@@ -103,16 +106,11 @@ def _ratios(samples: Samples) -> dict[str, Spread]:
 
 
 def _decode_rate(client: Client, concurrency: int, prompt_tokens: int) -> float:
-    """Tokens per second over all streams while every one of them decodes: from the last first token to the first last
-    one, by the times at which tokens arrive at a bare socket, so that little of the machine goes to the measuring."""
-    with Streams(client) as streams:
-        for number in range(concurrency):
-            # The later a stream is admitted, the more tokens it needs to be still there when the others are measured.
-            streams.send(random_prompt(prompt_tokens, number), NEW_TOKENS + 2 * concurrency)
-        streams.until_all_done()
-    arrivals = [seen.tokens for seen in streams.seen]
-    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
-    return sum(begin < moment <= end for times in arrivals for moment in times) / (end - begin)
+    """Tokens per second over all streams while every one of them decodes."""
+    prompts = [random_prompt(prompt_tokens, number) for number in range(concurrency)]
+    # The later a stream is admitted, the more tokens it needs to be still there when the others are measured.
+    run = Ours(client).run(prompts, NEW_TOKENS + 2 * concurrency)
+    return rate_of(Arm("decode", concurrency, prompt_tokens), run)
 
 
 def _prefill_rate(client: Client) -> float:
@@ -122,34 +120,24 @@ def _prefill_rate(client: Client) -> float:
     return PREFILL_TOKENS / (time.perf_counter() - began)
 
 
-def _peer_rate(ask: Callable[[list[int], int], float]) -> float:
-    """Decode alone: the difference of a run with all new tokens and one with a single one."""
-    prompt = random_prompt(PROMPT_TOKENS, 0)
-    return (NEW_TOKENS - 1) / (ask(prompt, NEW_TOKENS) - ask(prompt, 1))
+def _peer_rate(peer: PeerProcess) -> float:
+    run = peer.run([random_prompt(PROMPT_TOKENS, 0)], NEW_TOKENS)
+    return rate_of(Arm("decode", 1, PROMPT_TOKENS), run)
 
 
 # --- who is measured ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _transformers(model: str, threads: int) -> Iterator[Callable[[list[int], int], float]]:
-    """A function that has transformers generate and returns the seconds it took."""
-    command = [sys.executable, "-m", "deepinfer.daemon.bench.peer", str(resolve_model(model)), str(threads)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        inlet, outlet = process.stdin, process.stdout
-        if inlet is None or outlet is None or not outlet.readline():
-            raise click.ClickException("transformers cannot load this model; leave it out with --no-peer")
-
-        def ask(prompt: list[int], new_tokens: int) -> float:
-            inlet.write(json.dumps({"prompt": prompt, "new_tokens": new_tokens}) + "\n")
-            inlet.flush()
-            return json.loads(outlet.readline())["seconds"]
-
-        ask(random_prompt(PROMPT_TOKENS, 0), 4)
-        yield ask
-        inlet.close()
+def _transformers(model: str, threads: int) -> PeerProcess:
+    options = {"model": str(resolve_model(model)), "threads": threads, "streams": 1, "tokens": LONG_CONTEXT}
+    try:
+        peer = start_peer(TRANSFORMERS_FP32, sys.executable, options, PEER_SECONDS)
+    except PeerFailed as error:
+        raise click.ClickException(
+            f"transformers cannot load this model: {error}; leave it out with --no-peer"
+        ) from None
+    peer.run([random_prompt(PROMPT_TOKENS, 0)], 4)
+    return peer
 
 
 # --- the report ---------------------------------------------------------------------------------------------------
