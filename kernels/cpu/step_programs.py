@@ -23,7 +23,7 @@ Compute = Callable[[Tensor, AttentionBatch], Tensor]
 """(token ids int32 [N], the rows) -> logits [N, vocab]."""
 
 
-class _Step:
+class Step:
     """The inputs of a step of `rows` rows, always in the same memory, and the program that reads them."""
 
     def __init__(self, rows: int, table_width: int, compute: Compute) -> None:
@@ -34,14 +34,18 @@ class _Step:
         )
         with recording() as recorder:
             self.logits = compute(self.token_ids, self.batch)
-        self._recorder: Recorder = recorder
+        self.recorder: Recorder = recorder
         self._steps = [Program(step) if isinstance(step, list) else step for step in recorder.steps]
 
-    def run(self, token_ids: Tensor, batch: AttentionBatch, workers: int) -> None:
+    def fill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
+        """Its inputs become these."""
         self.token_ids.copy_(token_ids)
         self.batch.positions[:] = batch.positions
         self.batch.block_tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         self.batch.nonfinite_rows.fill(False)
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, workers: int) -> None:
+        self.fill(token_ids, batch)
         for step in self._steps:
             if isinstance(step, Program):
                 step.run(workers)
@@ -63,7 +67,7 @@ class StepPrograms:
     replays: int = 0
 
     def __post_init__(self) -> None:
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, Step] = {}
         self._refused = ""
 
     @property
@@ -89,7 +93,7 @@ class StepPrograms:
         step = self._steps.get(batch.num_rows)
         if step is None:
             try:
-                step = self._steps[batch.num_rows] = _Step(batch.num_rows, self.table_width, compute)
+                step = self._steps[batch.num_rows] = Step(batch.num_rows, self.table_width, compute)
             except NotRecordableError as error:
                 self._refused = str(error)
                 log.warning("decode steps run call by call: %s", error)

@@ -17,14 +17,15 @@ import numba
 import numpy as np
 from numba import prange
 
-from deepinfer.kernels.cpu.jit import compiled, compiled_unit
+from deepinfer.kernels.cpu.jit import compiled, compiled_unit, helper
 from deepinfer.kernels.cpu.memory import add_int, call_unit, load_int, look_int, relax
 
 MAX_ARGUMENTS = 16
 _FUNCTION, _UNITS, _FIRST_ARGUMENT = range(3)
 _NEXT, _DONE = range(2)
-_LINE = 8
+COUNTER_INTS = 8
 """int64 in a cache line: each task's counters have their own."""
+TASK_INTS = MAX_ARGUMENTS + _FIRST_ARGUMENT
 _SPINS = 2000
 """Looks at a counter before a waiting thread lets others have its core."""
 
@@ -46,25 +47,39 @@ class Task(NamedTuple):
     """At most `MAX_ARGUMENTS` of 64 bits. Whoever runs the task keeps what they point to."""
 
 
+@helper
+def take_units(task, counter, worker):  # type: ignore[no-untyped-def]
+    """A thread's share of a task: it takes units until none is left. Returns how many it took."""
+    function, units = load_int(task + 8 * _FUNCTION), load_int(task + 8 * _UNITS)
+    mine, taken = add_int(counter + 8 * _NEXT, 1), 0
+    while mine < units:
+        call_unit(function, task + 8 * _FIRST_ARGUMENT, mine, worker)
+        add_int(counter + 8 * _DONE, 1)
+        taken += 1
+        mine = add_int(counter + 8 * _NEXT, 1)
+    return taken
+
+
+@helper
+def wait_for_others(task, counter):  # type: ignore[no-untyped-def]
+    """Until every unit of the task is done."""
+    units, spins = load_int(task + 8 * _UNITS), 0
+    while look_int(counter + 8 * _DONE) < units:
+        relax()
+        spins += 1
+        if spins == _SPINS:
+            spins = 0
+            _yield_core()
+
+
 @compiled(numba.void(numba.int64[:, ::1], numba.int64[:, ::1], numba.int64), parallel=True)
 def _run(tasks, counters, num_workers):  # type: ignore[no-untyped-def]
     for worker in prange(num_workers):
         for index in range(len(tasks)):
-            task = tasks.ctypes.data + 8 * index * (MAX_ARGUMENTS + _FIRST_ARGUMENT)
-            counter = counters.ctypes.data + 8 * index * _LINE
-            function, units = load_int(task + 8 * _FUNCTION), load_int(task + 8 * _UNITS)
-            mine = add_int(counter + 8 * _NEXT, 1)
-            while mine < units:
-                call_unit(function, task + 8 * _FIRST_ARGUMENT, mine, worker)
-                add_int(counter + 8 * _DONE, 1)
-                mine = add_int(counter + 8 * _NEXT, 1)
-            spins = 0
-            while look_int(counter + 8 * _DONE) < units:
-                relax()
-                spins += 1
-                if spins == _SPINS:
-                    spins = 0
-                    _yield_core()
+            task = tasks.ctypes.data + 8 * index * TASK_INTS
+            counter = counters.ctypes.data + 8 * index * COUNTER_INTS
+            take_units(task, counter, worker)
+            wait_for_others(task, counter)
 
 
 def bits(value: float) -> int:
@@ -76,11 +91,11 @@ class Program:
     """Tasks that run one after the other, any number of times."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = np.zeros((len(tasks), MAX_ARGUMENTS + _FIRST_ARGUMENT), np.int64)
+        self._tasks = np.zeros((len(tasks), TASK_INTS), np.int64)
         for row, task in zip(self._tasks, tasks, strict=True):
             row[_FUNCTION], row[_UNITS] = task.function, task.units
             row[_FIRST_ARGUMENT : _FIRST_ARGUMENT + len(task.arguments)] = task.arguments
-        self._counters = np.zeros((len(tasks), _LINE), np.int64)
+        self._counters = np.zeros((len(tasks), COUNTER_INTS), np.int64)
 
     def run(self, num_workers: int) -> None:
         self._counters.fill(0)
@@ -93,8 +108,11 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[list[Task] | Callable[[], object]] = []
         self.kept: list[Any] = []
+        self.taken = 0
+        """Tasks and calls so far."""
 
     def task(self, task: Task) -> None:
+        self.taken += 1
         if not self.steps or not isinstance(self.steps[-1], list):
             self.steps.append([])
         self.steps[-1].append(task)  # type: ignore[union-attr]
@@ -104,6 +122,7 @@ class Recorder:
         self.kept.extend(owners)
 
     def call(self, function: Callable[[], object]) -> None:
+        self.taken += 1
         self.steps.append(function)
 
 
