@@ -12,6 +12,7 @@ import click
 
 from deepinfer.daemon.bench.concurrency_config import ConcurrencyBench
 from deepinfer.daemon.bench.peers.config import PeersBench, pythons_of
+from deepinfer.daemon.bench.profile.config import ProfileBench
 from deepinfer.daemon.bench.swap_config import SwapBench
 from deepinfer.daemon.cli_common import EXIT_CONFIG, fail
 from deepinfer.daemon.config import ConfigError
@@ -140,4 +141,23 @@ def bench_peers(peer_python: tuple[str, ...], output: Path | None, **options: An
         settings.check()
         run_peers_bench(settings, pythons_of(peer_python), output)
     except ConfigError as error:
+        fail(str(error), EXIT_CONFIG)
+
+
+@bench.command("profile")
+@options_of(ProfileBench)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def bench_profile(output: Path | None, **options: Any) -> None:
+    """Where the time of a decode step and of a prefill chunk goes, operator by operator."""
+    from deepinfer.kernels.openmp import limit_spinning
+
+    limit_spinning()
+    from deepinfer.daemon.bench.profile.run import run_profile
+    from deepinfer.stages.model.errors import ModelError
+
+    try:
+        settings = ProfileBench(**given(options))
+        settings.check()
+        run_profile(settings, output)
+    except (ConfigError, ModelError) as error:
         fail(str(error), EXIT_CONFIG)

@@ -13,6 +13,7 @@ FOLDERS = (
     "daemon",
     "daemon/bench",
     "daemon/bench/peers",
+    "daemon/bench/profile",
     "daemon/quality",
     "daemon/stress",
     "stages",

@@ -1,0 +1,1 @@
+"""`bench profile`: where the time of a decode step and of a prefill chunk goes, operator by operator."""
