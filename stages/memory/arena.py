@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+
+from deepinfer.stages.memory.free_rows import FreeRows
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,10 @@ class Copy:
     block: int
     row: int
     count: int
+
+    def part(self, first: int, count: int) -> Copy:
+        """`count` rows of it, after the first `first`."""
+        return Copy(self.block + first, self.row + first, count)
 
 
 class HostArena:
@@ -39,7 +45,7 @@ class HostArena:
             self._piece(min(self.rows_per_piece, self.num_rows - first))
             for first in range(0, self.num_rows, self.rows_per_piece)
         ]
-        self._free = list(range(self.num_rows - 1, -1, -1))
+        self._free = FreeRows(self.num_rows, self.rows_per_piece)
 
     def _piece(self, rows: int) -> torch.Tensor:
         """uint8 [rows, row_bytes]."""
@@ -53,39 +59,31 @@ class HostArena:
 
     @property
     def free_rows(self) -> int:
-        return len(self._free)
+        return self._free.count
 
     @property
     def used_bytes(self) -> int:
-        return (self.num_rows - len(self._free)) * self.row_bytes
+        return (self.num_rows - self._free.count) * self.row_bytes
 
     def take(self, count: int) -> list[int] | None:
         """`count` rows, ascending, or None when the budget does not hold them."""
-        if count > len(self._free):
-            return None
-        rows = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return sorted(rows)
+        return self._free.take(count) if count <= self._free.count else None
 
     def give_back(self, rows: list[int]) -> None:
-        self._free.extend(rows)
-        self._free.sort(reverse=True)
+        self._free.give_back(rows)
 
     def plan(self, blocks: list[int], rows: list[int]) -> list[Copy]:
         """One copy per run of rows that are neighbours on both sides and lie in one piece."""
         copies: list[Copy] = []
+        first_block = first_row = count = 0
         for block, row in zip(blocks, rows, strict=True):
-            last = copies[-1] if copies else None
-            if (
-                last is not None
-                and block == last.block + last.count
-                and row == last.row + last.count
-                and row % self.rows_per_piece != 0
-            ):
-                copies[-1] = replace(last, count=last.count + 1)
-            else:
-                copies.append(Copy(block, row, 1))
-        return copies
+            if block == first_block + count and row == first_row + count and row % self.rows_per_piece and count:
+                count += 1
+                continue
+            if count:
+                copies.append(Copy(first_block, first_row, count))
+            first_block, first_row, count = block, row, 1
+        return [*copies, Copy(first_block, first_row, count)] if count else copies
 
     def view(self, copy: Copy) -> torch.Tensor:
         """uint8 [copy.count, row_bytes] of the arena."""
