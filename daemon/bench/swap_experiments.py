@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -13,15 +13,10 @@ import torch
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.load import Seen, Streams, random_prompt
 from deepinfer.daemon.bench.swap_config import BLOCK_SIZE, FITTING, OVERSUBSCRIBED, STAYING, SwapBench
+from deepinfer.daemon.bench.swap_counters import SWAP_COUNTERS, Way, seconds_of_a_move
 from deepinfer.daemon.bench.swap_report import Goal
 from deepinfer.daemon.stress.copies import PlainCopies
 from deepinfer.stages.decode import SNAPSHOT_SECONDS
-
-SWAP_COUNTERS = {
-    "out": ("kv_cpu_offload_bytes_total", "kv_cpu_offload_copies_total", "cpu_offload_seconds"),
-    "in": ("kv_cpu_reload_bytes_total", "kv_cpu_reload_copies_total", "cpu_reload_seconds"),
-}
-
 
 TRIES = 5
 """Pairs that are sent for one that swaps."""
@@ -77,8 +72,7 @@ class Forced(Experiment):
 
     def __init__(self, bench: SwapBench, client: Client) -> None:
         super().__init__(bench, client)
-        self._sums = {name: [0.0] * 3 for name in SWAP_COUNTERS}
-        self._swaps = 0
+        self._ways = {name: Way(name) for name in SWAP_COUNTERS}
         self._moved: list[Seen] = []
         self._stayed: list[Seen] = []
         self._pair()  # The first touch of the host's pages is not what later swaps cost.
@@ -98,52 +92,40 @@ class Forced(Experiment):
 
     def _swapping_pair(self) -> Pair:
         """On a busy machine the first one may have ended before the second one was there: then once more."""
+        before = self.counters()
         for _ in range(TRIES):
-            before = self.counters()["requests_swapped_total"]
             pair = self._pair()
-            if self.counters()["requests_swapped_total"] > before:
+            after = self.counters()
+            if after["requests_swapped_total"] > before["requests_swapped_total"]:
+                for way in self._ways.values():
+                    way.note(before, after)
                 return pair
         raise click.ClickException(
             f"in {TRIES} pairs the first request ended before the second one could push it out; use more --pair-tokens"
         )
 
     def round(self) -> None:
-        before = self.counters()
         for _ in range(self.bench.iterations):
             pair = self._swapping_pair()
             self._plain.measure()
             self._moved.append(pair.first)
             self._stayed += [pair.second] if pair.second else []
-        after = self.counters()
-        for name, counted in SWAP_COUNTERS.items():
-            new = [after[key] - before[key] for key in counted]
-            self._sums[name] = [total + more for total, more in zip(self._sums[name], new, strict=True)]
-        self._swaps += int(after["requests_swapped_total"] - before["requests_swapped_total"])
 
     def report(self) -> dict[str, Any]:
-        plain = self._plain.rates()
         return {
-            "swaps": self._swaps,
-            "plain_copy": plain,
-            **{name: self._direction(name, plain[name]) for name in SWAP_COUNTERS},
+            "swaps": len(self._moved),
+            "plain_copy": self._plain.rates(statistics.median),
+            **self._directions(),
             "moved": _seen_by(self._moved),
             "stayed": _seen_by(self._stayed),
         }
 
-    def _direction(self, name: str, plain: float) -> dict[str, float]:
-        """Means over all swaps. The blocks of a request that is alone in the pool are neighbours: one run of rows."""
-        size, copies, seconds = self._sums[name]
-        return {
-            "bytes_per_swap": size / self._swaps,
-            "copies_per_swap": copies / self._swaps,
-            "runs_of_rows_per_swap": 1,
-            "ms_per_swap": 1000 * seconds / self._swaps,
-            "bytes_per_s": size / seconds,
-            "times_a_plain_copy": plain / (size / seconds),
-        }
+    def _directions(self) -> dict[str, dict[str, Any]]:
+        plain = self._plain.rates(statistics.median)
+        return {name: way.report(plain[name]) for name, way in self._ways.items()}
 
     def goals(self) -> list[Goal]:
-        ways = {name: self._direction(name, self._plain.rates()[name]) for name in SWAP_COUNTERS}
+        ways = self._directions()
         copies = max(way["copies_per_swap"] for way in ways.values())
         return [
             *(Goal(f"swap {name}, times a plain copy", way["times_a_plain_copy"], 1.5) for name, way in ways.items()),
@@ -164,13 +146,15 @@ class Beside(Experiment):
         staying, _ = self._run(None)
         self._steps["alone"] += [end - begin for seen in staying for begin, end in seen.gaps]
         for arm, swap in (("swapping", True), ("in turns", False)):
+            before = self.counters()
             staying, moves = self._run(swap)
             self._tpot[arm] += [seen.tpot for seen in staying]
             self._moves += len(moves)
-            self._steps["during a copy"] += list(_gaps_before(staying, moves))
+            took = seconds_of_a_move(before, self.counters())
+            self._steps["during a copy"] += list(_gaps_during(staying, moves, took))
 
-    def _run(self, swap: bool | None) -> tuple[list[Seen], list[float]]:
-        """Those that stay, of a higher priority, while pairs come and go (None: nobody else); and when others moved."""
+    def _run(self, swap: bool | None) -> tuple[list[Seen], list[tuple[float, str]]]:
+        """Those that stay, of a higher priority, while pairs come and go (None: nobody else); and how others moved."""
         tokens = self.bench.staying_blocks * BLOCK_SIZE // 2
         pairs: list[Pair] = []
         with Streams(self.client) as streams:
@@ -186,7 +170,7 @@ class Beside(Experiment):
                 return False
 
             streams.until(over)
-        return staying, [moment for pair in pairs for moment, _ in pair.first.moves]
+        return staying, [move for pair in pairs for move in pair.first.moves]
 
     def report(self) -> dict[str, Any]:
         return {
@@ -205,14 +189,17 @@ class Beside(Experiment):
         ]
 
 
-def _gaps_before(staying: Sequence[Seen], moments: Sequence[float]) -> Iterator[float]:
+def _gaps_during(
+    staying: Sequence[Seen], moves: Sequence[tuple[float, str]], took: Mapping[str, float]
+) -> Iterator[float]:
     """`preempted` and `resumed` are told between two steps, when the copy is over: it ran beside the step before, in
-    which the one that moved had no row."""
-    for moment in moments:
+    which the one that moved had no row, and beside those that ended in the `took` seconds before."""
+    for moment, event in moves:
         for seen in staying:
             gaps = [(begin, end) for begin, end in seen.gaps if end <= moment]
             if gaps and moment <= seen.tokens[-1]:
-                yield gaps[-1][1] - gaps[-1][0]
+                first = min(moment - took[event], gaps[-1][1])
+                yield from (end - begin for begin, end in gaps if end >= first)
 
 
 class Oversubscribed(Experiment):

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from deepinfer.daemon.bench.load import Seen
 from deepinfer.daemon.bench.swap_config import SwapBench
-from deepinfer.daemon.bench.swap_experiments import _gaps_before
+from deepinfer.daemon.bench.swap_counters import SWAP_COUNTERS, Way, seconds_of_a_move
+from deepinfer.daemon.bench.swap_experiments import _gaps_during
 from deepinfer.daemon.bench.swap_report import Goal
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.setting import ConfigError
@@ -39,9 +40,31 @@ def test_the_command_swaps_once_a_pair_and_reports_copies_pauses_and_goals(tiny_
     assert result.output.count("at least") == 1
 
 
-def test_the_step_beside_a_copy_is_the_last_one_before_the_client_hears_of_it():
+def test_steps_during_a_copy_are_the_last_one_before_the_client_hears_of_it_and_those_that_end_while_it_is_under_way():
     staying = Seen(tokens=[0.0, 1.0, 3.0, 3.0, 4.0])
-    assert list(_gaps_before([staying], [3.5, 0.5, 1.0, 9.0])) == [2.0, 1.0]
+    moves = [(3.5, "preempted"), (0.5, "preempted"), (1.0, "resumed"), (9.0, "resumed")]
+    assert list(_gaps_during([staying], moves, {"preempted": 0.0, "resumed": 0.0})) == [2.0, 1.0]
+    assert list(_gaps_during([staying], moves, {"preempted": 2.5, "resumed": 0.0})) == [1.0, 2.0, 1.0]
+
+
+def test_theseconds_of_a_move_are_those_between_two_looks():
+    before = {"requests_swapped_total": 2, "cpu_offload_seconds": 1.0}
+    before |= {"requests_resumed_total": 2, "cpu_reload_seconds": 5.0}
+    after = {**before, "requests_swapped_total": 4, "cpu_offload_seconds": 1.5}
+    assert seconds_of_a_move(before, after) == {"preempted": 0.25, "resumed": 0.0}
+
+
+def test_one_swap_that_the_system_put_aside_does_not_count_for_all():
+    way, counters = Way("in"), dict.fromkeys(SWAP_COUNTERS["in"], 0.0)
+    for seconds in (0.001, 0.002, 1.0):
+        after = {key: counters[key] + more for key, more in zip(SWAP_COUNTERS["in"], (8.0, 1, seconds), strict=True)}
+        way.note(counters, after)
+        counters = after
+    report = way.report(plain=8000.0)
+    assert report["bytes_per_s"] == pytest.approx(4000.0)
+    assert report["times_a_plain_copy"] == pytest.approx(2.0)
+    assert (report["bytes_per_swap"], report["copies_per_swap"]) == (8.0, 1.0)
+    assert report["most_ms"] == pytest.approx(1000.0)
 
 
 def test_a_goal_is_met_at_its_limit_and_not_judged_without_a_value():
