@@ -35,6 +35,7 @@ from deepinfer.stages.model.key_bias import KeyBiasRule
 from deepinfer.stages.model.sampler import Sampler
 from deepinfer.stages.model.step_graphs import StepGraphs
 from deepinfer.stages.offload import CopyRows, OffloadStage, copy_rows
+from deepinfer.stages.pace import SHARE, Pace
 from deepinfer.stages.preemption import Preemption
 from deepinfer.stages.prefill import PrefillStage
 from deepinfer.stages.request import Request
@@ -173,6 +174,7 @@ class EngineHost:
             ),
         )
         self.residency = residency
+        pace = Pace(1.0 if self.ops.overlaps else SHARE)
         self.decode = DecodeStage(
             context,
             topology.decode,
@@ -181,6 +183,7 @@ class EngineHost:
             self.pool,
             residency,
             Preemption(config.preemption, can_swap, self.plan.block_bytes, config.block_size),
+            pace,
             self.requests,
             eos,
             (config.model, self.kv_format.name),
@@ -195,6 +198,7 @@ class EngineHost:
             topology.outboxes("decode", "admission"),
             self.pool.data,
             self.arena,
+            pace,
             self._on_a_stream(copy),
             config.verify_payloads,
             measure=config.preemption == "auto" and can_swap,

@@ -41,6 +41,7 @@ from deepinfer.stages.messages import (
     TokenItem,
     Tokens,
 )
+from deepinfer.stages.pace import Pace
 from deepinfer.stages.preemption import Preemption
 from deepinfer.stages.request import Request
 from deepinfer.stages.runner import ModelRunner, Outcome, Span
@@ -68,6 +69,7 @@ class DecodeStage(Stage):
         pool: KVPool,
         residency: Residency,
         preemption: Preemption,
+        pace: Pace,
         requests: dict[int, Request],
         eos_token_ids: frozenset[int],
         sharing_domain: tuple[str, ...] = (),
@@ -79,6 +81,7 @@ class DecodeStage(Stage):
         self._residency = residency
         self._ledger = residency.ledger
         self.preemption = preemption
+        self._pace = pace
         self._requests = requests
         self._tables = BlockTables(requests, residency)
         self._eos = eos_token_ids
@@ -196,11 +199,14 @@ class DecodeStage(Stage):
         self._carry_out(moves)
         step = self._residency.step()
         self._copy_shared(step.copies)
+        self._pace.steps(bool(step.rows))
         self._carry_out(step.moves)
         if step.rows:
             self._decode(step.rows)
         if not self._chunk_out:
             self._send_chunk()
+        if self._waits_for_chunk():
+            self._pace.steps(False)
         self._maybe_snapshot()
         if self._draining and not self._residency.entries:
             self._stop_engine()

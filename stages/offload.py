@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import zmq
 
 from deepinfer.stages.memory.arena import Copy, HostArena
 from deepinfer.stages.messages import CopyMeasured, DropPayload, SwapIn, SwapInDone, SwapOut, SwapOutDone
+from deepinfer.stages.pace import Pace
 from deepinfer.stages.stage import Stage, monotonic
 
 MEASURED_BYTES = 8 << 20
@@ -46,6 +48,7 @@ class OffloadStage(Stage):
         outboxes: Mapping[str, str],
         pool: torch.Tensor,
         arena: HostArena,
+        pace: Pace,
         copy: CopyRows = copy_rows,
         verify: bool = False,
         measure: bool = False,
@@ -53,6 +56,7 @@ class OffloadStage(Stage):
         super().__init__(context, inbox, outboxes)
         self._pool = pool
         self._arena = arena
+        self._pace = pace
         self._copy = copy
         self._verify = verify
         """Compute a checksum of each pool row before it is copied, and compare it when the row is back."""
@@ -97,8 +101,7 @@ class OffloadStage(Stage):
             return
         try:
             copies = self._arena.plan(message.blocks, rows)
-            for copy in copies:
-                self._copy(self._arena.view(copy), self._pool[copy.block : copy.block + copy.count])
+            self._carry(copies, back=False)
         except (RuntimeError, OSError) as error:
             self._arena.give_back(rows)
             self.send("decode", SwapOutDone(rid=message.rid, error=f"copy to the host failed: {error}"))
@@ -131,15 +134,13 @@ class OffloadStage(Stage):
         error = ""
         copies = self._arena.plan(message.blocks, rows)
         try:
-            for copy in copies:
-                self._copy(self._pool[copy.block : copy.block + copy.count], self._arena.view(copy))
+            self._carry(copies, back=True)
         except (RuntimeError, OSError) as failure:
             error = f"copy from the host failed: {failure}"
         if self._verify and not error:
             before, after = self._checksums[message.rid], self._row_checksums(message.blocks)
             if before != after:
                 error = f"{sum(a != b for a, b in zip(before, after, strict=True))} blocks came back changed"
-        self._drop(message.rid)
         self.send(
             "decode",
             SwapInDone(
@@ -150,6 +151,21 @@ class OffloadStage(Stage):
                 error=error,
             ),
         )
+        self._drop(message.rid)
+
+    def _carry(self, copies: Sequence[Copy], back: bool) -> None:
+        """Out of the pool, or back into it."""
+        for whole in copies:
+            for first, count in self._pace.slices(whole.count, self._arena.row_bytes):
+                part = whole.part(first, count)
+                host, pool = self._arena.view(part), self._pool[part.block : part.block + count]
+                began = time.thread_time()
+                if back:
+                    self._copy(pool, host)
+                else:
+                    self._copy(host, pool)
+                self._pace.took(time.thread_time() - began)
+                self.progress += 1
 
     def _row_checksums(self, blocks: list[int]) -> list[int]:
         return [zlib.crc32(self._pool[block].cpu().numpy().data) for block in blocks]

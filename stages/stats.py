@@ -49,8 +49,12 @@ class EngineCounters:
     kv_cpu_reload_blocks_total: int = count("KV blocks copied back from host memory.")
     kv_cpu_reload_bytes_total: int = count("Bytes copied back from host memory.")
     kv_cpu_reload_copies_total: int = count("Copies back from host memory.")
-    cpu_offload_seconds: float = count("Seconds spent copying to host memory.", 0.0)
-    cpu_reload_seconds: float = count("Seconds spent copying back from host memory.", 0.0)
+    cpu_offload_seconds: float = count(
+        "Seconds that copies to host memory took, with their pauses beside decode steps.", 0.0
+    )
+    cpu_reload_seconds: float = count(
+        "Seconds that copies back from host memory took, with their pauses beside decode steps.", 0.0
+    )
     prefetch_hits_total: int = count("Copies back that were hidden behind what others computed.")
     prefetch_misses_total: int = count("Copies back that the engine waited for.")
     prefetch_cancelled_total: int = count("Copies back for requests that had ended meanwhile.")
