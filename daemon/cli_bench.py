@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
+from deepinfer.daemon.bench.capacity_config import CapacityBench
 from deepinfer.daemon.bench.concurrency_config import ConcurrencyBench
+from deepinfer.daemon.bench.jitter_config import JitterBench
+from deepinfer.daemon.bench.overhead_config import OverheadBench
 from deepinfer.daemon.bench.peers.config import PeersBench, pythons_of
 from deepinfer.daemon.bench.profile.config import ProfileBench
+from deepinfer.daemon.bench.slope_config import SlopeBench
 from deepinfer.daemon.bench.swap_config import SwapBench
 from deepinfer.daemon.cli_common import EXIT_CONFIG, fail
 from deepinfer.daemon.config import ConfigError
@@ -83,6 +88,15 @@ def kernels(device: str, threads: int, rounds: int, output: Path | None) -> None
     run_bench_kernels(device, rounds, threads, output)
 
 
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """A setting that cannot work is a sentence and exit code 78."""
+    try:
+        yield
+    except ConfigError as error:
+        fail(str(error), EXIT_CONFIG)
+
+
 def result_options(plot: str | None = None) -> Callable[[Callable], Callable]:
     """`--output`, and `--plot` where there is something to draw."""
 
@@ -102,10 +116,59 @@ def bench_concurrency(output: Path | None, plot: Path | None, **options: Any) ->
     """Throughput and latencies of a load at several concurrencies and KV formats; JSON as `vllm bench serve` has it."""
     from deepinfer.daemon.bench.concurrency import run_concurrency_bench
 
-    try:
+    with config_errors():
         sys.exit(run_concurrency_bench(ConcurrencyBench(**given(options)), output, plot))
-    except ConfigError as error:
-        fail(str(error), EXIT_CONFIG)
+
+
+@bench.command("capacity")
+@options_of(CapacityBench)
+@result_options("Draw the tokens that each KV format holds.")
+def bench_capacity(output: Path | None, plot: Path | None, **options: Any) -> None:
+    """Tokens that a pool holds in each KV format, counted by filling it. Exit code 1 when the plan said more."""
+    from deepinfer.daemon.bench.capacity import run_capacity_bench
+
+    with config_errors():
+        sys.exit(run_capacity_bench(CapacityBench(**given(options)), output, plot))
+
+
+@bench.command("slope")
+@options_of(SlopeBench)
+@result_options("Draw the steps and their lines.")
+def bench_slope(output: Path | None, plot: Path | None, **options: Any) -> None:
+    """What a decode step costs for every token of context, and from where on one KV format is faster than another."""
+    from deepinfer.daemon.bench.slope import run_slope_bench
+
+    with config_errors():
+        run_slope_bench(SlopeBench(**given(options)), output, plot)
+
+
+@bench.command("jitter")
+@options_of(JitterBench)
+@result_options("Draw how many pauses are how long.")
+def bench_jitter(output: Path | None, plot: Path | None, **options: Any) -> None:
+    """How evenly tokens come, with and without requests that must swap."""
+    from deepinfer.daemon.bench.jitter import run_jitter_bench
+
+    with config_errors():
+        run_jitter_bench(JitterBench(**given(options)), output, plot)
+
+
+@bench.command("overhead")
+@options_of(OverheadBench)
+@result_options()
+def bench_overhead(output: Path | None, **options: Any) -> None:
+    """What front, sockets and scheduling take of a decode step, beside the same step in one process."""
+    from deepinfer.kernels.openmp import limit_spinning
+
+    limit_spinning()
+    from deepinfer.daemon.bench.overhead import run_overhead_bench
+    from deepinfer.stages.model.errors import ModelError
+
+    with config_errors():
+        try:
+            run_overhead_bench(OverheadBench(**given(options)), output)
+        except ModelError as error:
+            fail(str(error), EXIT_CONFIG)
 
 
 @bench.command("swap")

@@ -22,12 +22,11 @@ from deepinfer.daemon.bench.concurrency_report import print_report, write_plot
 from deepinfer.daemon.bench.conditions import conditions, engine_facts, served_sha256
 from deepinfer.daemon.bench.dataset import Dataset, read_dataset
 from deepinfer.daemon.bench.drive import drive
-from deepinfer.daemon.bench.load import running_daemon, started_daemon
+from deepinfer.daemon.bench.load import running_daemon, settled_counters, started_daemon
 from deepinfer.daemon.bench.results import check_plot, write_json
 from deepinfer.daemon.bench.rounds import Samples, Spread, noise, ratio_of, spread_of
 from deepinfer.daemon.bench.served import Asked, Pass, cached_tokens, serve_result
 from deepinfer.daemon.bench.workload import Job, arrivals, file_jobs, random_jobs, random_lengths
-from deepinfer.stages.decode import SNAPSHOT_SECONDS
 
 NEW_TOKENS = 64
 ERRORS_SHOWN = 3
@@ -94,10 +93,10 @@ def _measure(bench: ConcurrencyBench, dataset: Dataset | None) -> dict[str, Any]
                 point = points.setdefault((kv_format, level), _Point(kv_format, level))
                 jobs = _jobs(bench, level, dataset, client, statuses[kv_format])
                 salt = f"{bench.seed}/{number}/{level}/{time.time_ns()}"
-                before = _counters(client)
+                before = settled_counters(client)
                 starts = arrivals(len(jobs), bench.request_rate, bench.seed)
                 run = drive(client, jobs, starts, level, ignore_eos=bench.ignore_eos, cache_salt=salt)
-                after = _counters(client)
+                after = settled_counters(client)
                 point.passes.append(run)
                 point.counted.append(_Counted(*(after[name] - before[name] for name in COUNTED)))
     ordered = sorted(points.values(), key=lambda point: list(points).index((point.kv_format, point.level)))
@@ -145,12 +144,6 @@ def _jobs(
         return file_jobs(dataset.entries, count, bench.max_new_tokens, default, client, bench.seed)
     lengths = random_lengths(count, bench.input_len, bench.range_ratio, bench.lognormal_sigma, bench.seed)
     return random_jobs(lengths, default, int(status["limits"]["vocab_size"]), bench.seed)
-
-
-def _counters(client: Client) -> dict[str, float]:
-    """Of a snapshot that was taken after everything that has been answered so far."""
-    time.sleep(2 * SNAPSHOT_SECONDS)
-    return client.status()["counters"]
 
 
 def _point(bench: ConcurrencyBench, point: _Point, status: Mapping[str, Any]) -> dict[str, Any]:

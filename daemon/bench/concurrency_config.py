@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from deepinfer.daemon.bench.own_daemon import OwnDaemon
+from deepinfer.daemon.bench.own_daemon import ROUNDS_HELP, OwnDaemon
 from deepinfer.daemon.setting import ConfigError, numbers_of, setting
 
 ROUND_PER_CONCURRENCY = 4
@@ -14,6 +14,7 @@ ROUND_PER_CONCURRENCY = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrencyBench(OwnDaemon):
+    rounds: int = setting(3, ROUNDS_HELP, low=1)
     concurrency: str = setting("1,2,4", "Requests at the same time, at most; several numbers are a sweep.")
     max_cache: int | None = setting(None, "Tokens of the KV pool, as `start` has it.", low=1)
     prefill_chunk_tokens: int | None = setting(None, "Prompt tokens of a prefill chunk, as `start` has it.", low=1)

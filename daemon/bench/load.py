@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from deepinfer.clients import Client, DeepInferError
 from deepinfer.clients.keys import use_keys
 from deepinfer.clients.wire import pack_request, unpack_event
 from deepinfer.daemon.commands import stop_daemon
+from deepinfer.stages.decode import SNAPSHOT_SECONDS
 
 SILENCE_SECONDS = 60.0
 """Without an event of any stream, after which the daemon is asked whether it is still there."""
@@ -89,6 +91,23 @@ class Seen:
     @property
     def tpot(self) -> float:
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
+
+
+def step_together(seen: Sequence[Seen]) -> float:
+    """Median pause between tokens while every stream decodes. Raises click.ClickException where that was never so."""
+    begin, end = max(one.tokens[0] for one in seen), min(one.tokens[-1] for one in seen)
+    inside = [b - a for one in seen for a, b in one.gaps if begin <= a and b <= end]
+    if not inside:
+        raise click.ClickException(
+            f"the first of {len(seen)} streams ended before the last one began; use more --max-new-tokens"
+        )
+    return statistics.median(inside)
+
+
+def settled_counters(client: Client) -> dict[str, float]:
+    """Of a snapshot that was taken after everything that has been answered so far."""
+    time.sleep(2 * SNAPSHOT_SECONDS)
+    return client.status()["counters"]
 
 
 class Streams:

@@ -9,6 +9,7 @@ from deepinfer.daemon.setting import ConfigError, check_values, setting, setting
 from deepinfer.kernels import resolve_kv_format
 
 DEVICES = settings_of(EngineConfig)["device"].metadata["choices"]
+ROUNDS_HELP = "How often everything is measured, in turns."
 PASSED_ON = ("model", "device", "threads")
 FORMATS = "fp16,int8,fp8_e4m3,fp8_e5m2"
 
@@ -21,7 +22,6 @@ class OwnDaemon:
     device: str = setting("auto", "Where the model runs, as `start` has it.", DEVICES)
     threads: int | None = setting(None, "CPU threads of the engine. [default: all cores it may use]", low=1)
     kv_cache_dtype: str = setting("auto", "KV formats, separated by commas, each as `start` has it.")
-    rounds: int = setting(3, "How often everything is measured, in turns.", low=1)
 
     def check(self) -> None:
         """Raises ConfigError for the first value that cannot work."""

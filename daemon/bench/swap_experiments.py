@@ -11,12 +11,11 @@ import click
 import torch
 
 from deepinfer.clients import Client
-from deepinfer.daemon.bench.load import Seen, Streams, random_prompt
+from deepinfer.daemon.bench.load import Seen, Streams, random_prompt, settled_counters
 from deepinfer.daemon.bench.swap_config import BLOCK_SIZE, FITTING, OVERSUBSCRIBED, STAYING, SwapBench
 from deepinfer.daemon.bench.swap_counters import SWAP_COUNTERS, Way, seconds_of_a_move
 from deepinfer.daemon.bench.swap_report import Goal
 from deepinfer.daemon.stress.copies import PlainCopies
-from deepinfer.stages.decode import SNAPSHOT_SECONDS
 
 TRIES = 5
 """Pairs that are sent for one that swaps."""
@@ -43,9 +42,7 @@ class Experiment:
         return random_prompt(tokens, number, self._vocab_size)
 
     def counters(self) -> dict[str, float]:
-        """Of a snapshot that was taken after everything that has been answered so far."""
-        time.sleep(2 * SNAPSHOT_SECONDS)
-        return self.client.status()["counters"]
+        return settled_counters(self.client)
 
 
 class Pair:
