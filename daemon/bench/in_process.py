@@ -17,7 +17,7 @@ from deepinfer.stages.runner import ModelRunner, Span, build_batch
 
 
 class StepSeconds(NamedTuple):
-    """Medians over the steps of a pass."""
+    """Means over the steps of a pass."""
 
     run: float
     """A step as the decode stage has it done: rows to a batch, forward pass, sampling, tokens."""
@@ -60,7 +60,7 @@ class InProcess:
                 if outcome.item is None:
                     raise RuntimeError(f"a decode step failed: {outcome.error}")
                 request.append(outcome.item.token_id)
-        return StepSeconds(float(np.median(runs)), float(np.median(forwards)))
+        return StepSeconds(float(np.mean(runs)), float(np.mean(forwards)))
 
     @property
     def _lane(self) -> Lane:

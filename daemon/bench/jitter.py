@@ -134,7 +134,7 @@ def _print(report: Mapping[str, Any]) -> None:
         f"{report['machine']['cpu']}, {engine['threads']} threads; {report['model']}; KV {engine['kv_cache_dtype']}; "
         f"{settings['requests']} requests over a pool for {settings['fitting']}; {settings['rounds']} rounds"
     )
-    row = "{:22} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8} {:>8} {:>9}"
+    row = "{:22} {:>9} {:>10} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>8} {:>8} {:>9}"
     keys = ("mean", "p50", "p95", "p99", "longest")
     click.echo(row.format("", "requests", *(f"TPOT {keys[0]}", *keys[1:]), *(f"ITL {keys[0]}", *keys[1:])))
     for name, group in report["groups"].items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -94,14 +93,17 @@ class Seen:
 
 
 def step_together(seen: Sequence[Seen]) -> float:
-    """Median pause between tokens while every stream decodes. Raises click.ClickException where that was never so."""
-    begin, end = max(one.tokens[0] for one in seen), min(one.tokens[-1] for one in seen)
-    inside = [b - a for one in seen for a, b in one.gaps if begin <= a and b <= end]
-    if not inside:
+    """Mean seconds of a decode step over all streams, while every one of them decodes: from the last first token to the
+    first last one, by the times at which tokens arrive. A mean, because a client that was put aside reads several steps
+    at once. Raises click.ClickException where they never decoded together."""
+    arrivals = [one.tokens for one in seen]
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    tokens = sum(begin < moment <= end for times in arrivals for moment in times)
+    if begin >= end or tokens < len(seen):
         raise click.ClickException(
             f"the first of {len(seen)} streams ended before the last one began; use more --max-new-tokens"
         )
-    return statistics.median(inside)
+    return (end - begin) * len(seen) / tokens
 
 
 def settled_counters(client: Client) -> dict[str, float]:

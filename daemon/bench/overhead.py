@@ -30,7 +30,8 @@ from deepinfer.daemon.engine_host import EngineHost
 
 LIMIT = 0.05
 DEFINITIONS = {
-    "client": "median pause between tokens at the client's socket while all streams decode",
+    "client": "a step by the times at which tokens arrive at the client's socket while all streams decode",
+    "ms_per_step": "means over the steps of a round; median, least and greatest of the rounds",
     "stage": "a decode step as the decode stage counts it: from looking up the rows to the tokens, between two pauses "
     "of its thread",
     "run": "the same step in this process, by the same runner: rows to a batch, forward pass, sampling",
@@ -157,5 +158,7 @@ def _print(report: Mapping[str, Any]) -> None:
         click.echo(ratio_line(name, Spread(**ratio)))
     goal = report["goal"]
     verdict = "met" if goal["met"] else "MISSED"
+    if report["too_noisy"] is not None:
+        verdict += ", as far as so noisy a run can tell"
     click.echo(f"{goal['name']}: {goal['value']:.1%}, {goal['sense']} {goal['limit']:.0%}: {verdict}")
     print_noise(report)

@@ -25,7 +25,7 @@ from deepinfer.daemon.bench.slope_config import SlopeBench
 from deepinfer.daemon.setting import ConfigError
 
 DEFINITIONS = {
-    "step_ms": "median pause between the tokens of a stream while all streams of that length decode, by round",
+    "step_ms": "mean step by the times at which tokens arrive while all streams of that length decode, by round",
     "context": "prompt tokens and half of the new ones: the mean of what the steps read",
     "slope_us_per_1k_tokens": "least squares over the medians of the rounds, for all streams of a step together",
     "kv_gb_per_s": "bytes of keys, values and scales of a token, times the streams, over the slope: how fast more "
