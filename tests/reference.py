@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from deepinfer.daemon.bench.peer import load as load_reference
+from deepinfer.daemon.bench.peers.adapter_transformers import load_model
 
 __all__ = ["greedy_ids", "load_reference", "teacher_forced_logits"]
+
+
+def load_reference(path: Path) -> PreTrainedModel:
+    return load_model(path, torch.float32)
 
 
 @torch.inference_mode()
