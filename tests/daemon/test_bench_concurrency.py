@@ -106,6 +106,8 @@ def test_formats_and_concurrencies_take_turns_in_every_round(daemon, tmp_path, m
 
     monkeypatch.setattr("deepinfer.daemon.bench.concurrency.started_daemon", started)
     monkeypatch.setattr("deepinfer.daemon.bench.concurrency.drive", driven)
+    counted = dict.fromkeys(("decode_steps_total", "decode_context_tokens_total", "decode_seconds"), 0)
+    monkeypatch.setattr("deepinfer.daemon.bench.concurrency.settled_counters", lambda client: counted)
     plot = tmp_path / "plot.png"
     turn = ("--in-turn",) if in_turn else ()
     result = bench("--kv-cache-dtype", "fp16,int8", "--concurrency", "1,2", "--rounds", "2", *turn, "--plot", str(plot))

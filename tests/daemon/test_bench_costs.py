@@ -4,13 +4,17 @@ speed: what is measured must be what was asked for, and the arithmetic must be r
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from daemon_process import Daemon, running
 from tiny import MAX_CONTEXT
 
+from deepinfer.clients import Client
 from deepinfer.daemon.bench.capacity import number_of_requests, stored
 from deepinfer.daemon.bench.capacity_config import CapacityBench
 from deepinfer.daemon.bench.in_process import InProcess
@@ -26,6 +30,7 @@ from deepinfer.daemon.engine import no_progress
 from deepinfer.daemon.engine_host import EngineHost
 from deepinfer.daemon.setting import ConfigError
 
+BLOCKS = 30
 PICTURE = b"\x89PNG\r\n\x1a\n"
 ORIGIN = {"command", "machine", "versions", "date", "model", "model_sha256", "settings", "definitions"}
 
@@ -41,6 +46,42 @@ def run(name: str, model: Path, folder: Path, *arguments: str, plot: bool = True
     report = json.loads(output.read_text())
     assert set(report) >= ORIGIN
     return report, result.output
+
+
+@pytest.fixture(scope="module")
+def daemon(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Real, and started once for all that can do with its pool."""
+    options = ("--threads", "1", "--num-blocks", str(BLOCKS), "--no-prefix-cache")
+    with running(tiny_path, tmp_path_factory.mktemp("d") / "run", *options) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def lent(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Instead of a daemon of its own a bench gets that one. Here are the options that it would have started with."""
+    asked: list[Sequence[str]] = []
+
+    @contextmanager
+    def started(*options: str) -> Iterator[Client]:
+        asked.append(options)
+        with Client(daemon.folder) as client:
+            yield client
+
+    for name in ("slope", "jitter", "overhead"):
+        monkeypatch.setattr(f"deepinfer.daemon.bench.{name}.started_daemon", started)
+    return asked
+
+
+def test_benches_ask_for_daemons_that_start_would_start(tiny_path):
+    for bench in (CapacityBench, SlopeBench, JitterBench, OverheadBench):
+        options = bench(model=str(tiny_path), threads=1).options("int8")
+        shown = CliRunner().invoke(main, ["config", "show", *options])
+        assert shown.exit_code == 0, shown.output
+        assert "int8" in shown.output
+
+
+def option(options: Sequence[str], name: str) -> str:
+    return options[options.index(name) + 1]
 
 
 # --- capacity ---------------------------------------------------------------------------------------------------
@@ -86,18 +127,19 @@ def test_a_pool_too_small_for_a_request_is_refused_with_the_size_of_a_block(tiny
 # --- slope ------------------------------------------------------------------------------------------------------
 
 
-def test_every_format_decodes_at_every_length_in_every_round(tiny_path, tmp_path):
-    size = ("--contexts", "40,200", "--max-new-tokens", "8", "--rounds", "2", "--concurrency", "2")
+def test_every_format_decodes_at_every_length_in_every_round(tiny_path, tmp_path, lent):
+    size = ("--contexts", "40,120", "--max-new-tokens", "8", "--rounds", "2", "--concurrency", "2")
     report, printed = run("slope", tiny_path, tmp_path, "--kv-cache-dtype", "int8", *size)
     (row,) = report["formats"].values()
-    assert list(row["step_ms"]) == ["40", "200"]
+    assert list(row["step_ms"]) == ["40", "120"]
     assert all(step["min"] > 0 for step in row["step_ms"].values())
-    assert report["contexts"] == [45, 205]
+    assert report["contexts"] == [45, 125]
     one, two = (step["median"] for step in row["step_ms"].values())
-    assert row["slope_us_per_1k_tokens"] == pytest.approx(1e6 * (two - one) / 160)
-    assert row["intercept_ms"] == pytest.approx(one - 45 * (two - one) / 160)
+    assert row["slope_us_per_1k_tokens"] == pytest.approx(1e6 * (two - one) / 80)
+    assert row["intercept_ms"] == pytest.approx(one - 45 * (two - one) / 80)
     assert row["tokens_per_s"]["40"] == pytest.approx(2000 / one)
     assert "us/1k tokens" in printed
+    assert option(lent[0], "--num-blocks") == str(2 * (5 + 10)), "all prompts stay in the prefix cache"
     assert report["too_noisy"] is None, "one format has nothing to be compared with"
 
 
@@ -150,7 +192,7 @@ def test_a_step_is_measured_while_all_streams_decode():
 # --- jitter -----------------------------------------------------------------------------------------------------
 
 
-def test_requests_swap_when_all_are_sent_at_once_and_not_when_as_many_as_fit(tiny_path, tmp_path):
+def test_requests_swap_when_all_are_sent_at_once_and_not_when_as_many_as_fit(tiny_path, tmp_path, lent):
     size = ("--requests", "6", "--fitting", "3", "--max-new-tokens", "96", "--rounds", "1")
     report, printed = run("jitter", tiny_path, tmp_path, *size)
     groups = report["groups"]
@@ -161,7 +203,7 @@ def test_requests_swap_when_all_are_sent_at_once_and_not_when_as_many_as_fit(tin
     assert groups["moved"]["requests"] >= 1
     longest = {name: group["itl_ms"]["longest"] for name, group in groups.items() if group["itl_ms"]}
     assert longest["all at once"] == max(longest["moved"], longest.get("stayed", 0.0))
-    assert report["engine"]["num_blocks"] == 3 * 10
+    assert report["engine"]["num_blocks"] == BLOCKS == int(option(lent[0], "--num-blocks")) == 3 * 10
     assert printed.count("longest") == 2
     assert "use more --rounds" in printed
 
@@ -182,7 +224,7 @@ def test_jitter_figures_are_those_of_their_definitions():
 # --- overhead ---------------------------------------------------------------------------------------------------
 
 
-def test_the_same_steps_are_measured_over_sockets_and_in_one_process(tiny_path, tmp_path):
+def test_the_same_steps_are_measured_over_sockets_and_in_one_process(tiny_path, tmp_path, lent):
     size = ("--concurrency", "3", "--max-new-tokens", "12", "--rounds", "2")
     report, printed = run("overhead", tiny_path, tmp_path, *size, plot=False)
     assert set(report["ms_per_step"]) == {"client", "stage", "run", "forward"}
