@@ -15,6 +15,7 @@ FOLDERS = (
     "daemon/bench/peers",
     "daemon/bench/profile",
     "daemon/quality",
+    "daemon/quantize",
     "daemon/stress",
     "stages",
     "stages/memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ class Exact:
 
 def measure_exact(paged: PagedModel, material: Material, skip: int, new_tokens: int) -> Exact:
     logits = [rows.cpu() for window in material.windows for rows in paged.logits(window, skip)]
-    losses = [_losses(rows, targets) for rows, targets in zip(logits, _targets(logits, material, skip), strict=True)]
-    return Exact(logits, _perplexity(losses), paged.greedy(material.prompts, new_tokens), _passkeys(paged, material))
+    perplexity = perplexity_of(logits, material.windows, skip)
+    return Exact(logits, perplexity, paged.greedy(material.prompts, new_tokens), _passkeys(paged, material))
 
 
 def measure_format(
@@ -39,29 +39,45 @@ def measure_format(
 ) -> dict[str, Any]:
     """Plain values. Divergences in nats, agreement in percent, `first_divergence` as the index of the first other token
     of each prompt, None where there is none up to the end of the exact text."""
-    divergences, agreements, losses = [], [], []
-    got_rows = (rows.cpu() for window in material.windows for rows in paged.logits(window, skip))
-    for got, wanted, targets in zip(got_rows, exact.logits, _targets(exact.logits, material, skip), strict=True):
-        divergences.append(divergence(got, wanted))
-        agreements.append(got.argmax(-1) == wanted.argmax(-1))
-        losses.append(_losses(got, targets))
-    kld, perplexity = torch.cat(divergences), _perplexity(losses)
+    got = (rows.cpu() for window in material.windows for rows in paged.logits(window, skip))
+    compared = compare(got, exact.logits, material.windows, skip)
     generated = paged.greedy(material.prompts, len(exact.generated[0]))
     parted = [first_divergence(ours, theirs, eos) for ours, theirs in zip(generated, exact.generated, strict=True)]
     return {
         "bytes_per_token": paged.bytes_per_token,
         "attention": paged.attention.name,
-        "positions": len(kld),
-        "kld": {"mean": float(kld.mean()), "p99": float(kld.quantile(0.99)), "max": float(kld.max())},
-        "top1_percent": 100 * float(torch.cat(agreements).double().mean()),
-        "perplexity": perplexity,
-        "perplexity_change": perplexity - exact.perplexity,
+        **compared,
+        "perplexity_change": compared["perplexity"] - exact.perplexity,
         "first_divergence": parted,
         "same_texts": parted.count(None),
         "median_first_divergence": _median([at for at in parted if at is not None]),
         "passkeys": _passkeys(paged, material),
         "kv_saturated": paged.attention.kv_saturated_total,
     }
+
+
+def compare(
+    got: Iterable[torch.Tensor], exact: Sequence[torch.Tensor], windows: Sequence[Sequence[int]], skip: int
+) -> dict[str, Any]:
+    """Of logits, chunk after chunk of all windows: positions, KL divergence in nats, top-1 agreement in percent, and
+    the perplexity of `got`."""
+    divergences, agreements, losses = [], [], []
+    for ours, theirs, targets in zip(got, exact, _targets(exact, windows, skip), strict=True):
+        divergences.append(divergence(ours, theirs))
+        agreements.append(ours.argmax(-1) == theirs.argmax(-1))
+        losses.append(_losses(ours, targets))
+    kld = torch.cat(divergences)
+    return {
+        "positions": len(kld),
+        "kld": {"mean": float(kld.mean()), "p99": float(kld.quantile(0.99)), "max": float(kld.max())},
+        "top1_percent": 100 * float(torch.cat(agreements).double().mean()),
+        "perplexity": _perplexity(losses),
+    }
+
+
+def perplexity_of(logits: Sequence[torch.Tensor], windows: Sequence[Sequence[int]], skip: int) -> float:
+    targets = _targets(logits, windows, skip)
+    return _perplexity([_losses(rows, wanted) for rows, wanted in zip(logits, targets, strict=True)])
 
 
 def divergence(got: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -83,9 +99,9 @@ def first_divergence(got: Sequence[int], exact: Sequence[int], eos: frozenset[in
     return None
 
 
-def _targets(logits: Sequence[torch.Tensor], material: Material, skip: int) -> Sequence[torch.Tensor]:
+def _targets(logits: Sequence[torch.Tensor], windows: Sequence[Sequence[int]], skip: int) -> Sequence[torch.Tensor]:
     """int64 [rows] for each chunk: the tokens that the text goes on with."""
-    following = [token for window in material.windows for token in window[skip + 1 :]]
+    following = [token for window in windows for token in window[skip + 1 :]]
     return torch.tensor(following).split([len(rows) for rows in logits])
 
 

@@ -45,17 +45,13 @@ class Material:
 
 def read_material(settings: KvQuality, tokenizer: Tokenizer) -> Material:
     """Raises ConfigError for a text that cannot be read or is too short."""
-    path = OWN_TEXT if settings.text is None else Path(settings.text)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text is {str(path)!r}, which cannot be read as UTF-8: {error}", "text") from error
+    text = read_text(settings.text, "text")
     begin = tokenizer.encode("")
     ids = tokenizer.encode(text, add_special=False)
     return Material(
-        source="own" if settings.text is None else path.name,
+        source=name_of(settings.text),
         tokens=len(ids),
-        windows=_windows(ids, begin, settings),
+        windows=cut_windows(ids, begin, settings.positions, settings.window, settings.skip),
         prompts=_prompts(ids, begin, settings.prompts),
         passkeys=[
             _passkey(tokenizer, begin, length, depth) for length in settings.lengths for depth in settings.depths
@@ -63,20 +59,35 @@ def read_material(settings: KvQuality, tokenizer: Tokenizer) -> Material:
     )
 
 
-def _windows(ids: list[int], begin: list[int], settings: KvQuality) -> list[list[int]]:
-    """Each begins as a text of its own does. The last one ends where enough positions are compared."""
-    windows, missing, at = [], settings.positions, 0
+def read_text(file: str | None, setting: str) -> str:
+    """Of the file that `setting` names, or the own text. Raises ConfigError."""
+    path = OWN_TEXT if file is None else Path(file)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} is {str(path)!r}, which cannot be read as UTF-8: {error}", setting) from error
+
+
+def name_of(file: str | None) -> str:
+    """As reports have it, without the place."""
+    return "own" if file is None else Path(file).name
+
+
+def cut_windows(ids: list[int], begin: list[int], positions: int, window: int, skip: int) -> list[list[int]]:
+    """Each begins as a text of its own does. The last one ends where enough positions are compared: those after `skip`
+    tokens, but for the last of each. Raises ConfigError for a text that is too short."""
+    windows, missing, at = [], positions, 0
     while missing > 0:
-        own = min(settings.window, settings.skip + missing + 1) - len(begin)
-        window = begin + ids[at : at + own]
-        compared = len(window) - settings.skip - 1
+        own = min(window, skip + missing + 1) - len(begin)
+        piece = begin + ids[at : at + own]
+        compared = len(piece) - skip - 1
         if compared < 1 or (at + own > len(ids) and compared < missing):
             raise ConfigError(
-                f"positions is {settings.positions}; this text has {len(ids)} tokens, which are {missing} positions "
-                f"too few with window {settings.window} and skip {settings.skip}",
+                f"positions is {positions}; this text has {len(ids)} tokens, which are {missing} positions "
+                f"too few with window {window} and skip {skip}",
                 "positions",
             )
-        windows.append(window)
+        windows.append(piece)
         missing -= compared
         at += own
     return windows

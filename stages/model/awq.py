@@ -15,7 +15,7 @@ _NIBBLE_OF_ROW = np.argsort(ROW_OF_NIBBLE)
 
 
 class AwqPacking:
-    type_name = "AWQ int4"
+    type_name = "AWQ"
     parts = (".qweight", ".qzeros", ".scales")
 
     def __init__(self, parts: Parts):

@@ -47,7 +47,7 @@ class Int8Groups(NamedTuple):
     codes: np.ndarray
     """int8 [rows, columns]."""
     scales: np.ndarray
-    """float16 [rows, columns / 32]."""
+    """float16, or float32 where a file has others, [rows, columns / 32]."""
 
 
 def q8_0(raw: np.ndarray) -> Int8Groups:

@@ -143,4 +143,5 @@ class GGUFSource:
 def _header(tensor: GGUFTensor) -> TensorHeader:
     has_codes = len(tensor.shape) == 2 and tensor.type_name in gguf_codes.READERS
     group = gguf_codes.GROUP if has_codes else 0
-    return TensorHeader(tensor.shape, tensor.type_name, tensor.nbytes, group, wide=tensor.type_name == "Q4_K")
+    name = tensor.type_name
+    return TensorHeader(tensor.shape, name, tensor.nbytes, group, wide=name == "Q4_K", int8=name == "Q8_0")

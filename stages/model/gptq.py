@@ -29,7 +29,7 @@ _VERSION = {"gptq": "v1", "gptq_v2": "v2"}
 
 
 class GptqPacking:
-    type_name = "GPTQ int4"
+    type_name = "GPTQ"
     parts = (".qweight", ".qzeros", ".scales", ".g_idx")
 
     def __init__(self, parts: Parts, scheme: Scheme):

@@ -1,4 +1,4 @@
-"""One 4-bit matrix of a quantised folder, unpacked: w = scale * (code - zero), exactly as its format defines it."""
+"""One matrix of a quantised folder, unpacked: w = scale * (code - zero), exactly as its format defines it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups, kernel_group
 
 _ROWS_AT_ONCE = 512
@@ -13,7 +14,7 @@ _ROWS_AT_ONCE = 512
 
 class Int4Matrix(NamedTuple):
     codes: np.ndarray
-    """uint8 [rows, columns], 0 to 15."""
+    """uint8 [rows, columns], 0 to 15; to 255 in a matrix of 8 bits."""
     scales: np.ndarray
     """float32 [rows, groups]."""
     zeros: np.ndarray
@@ -41,6 +42,12 @@ class Int4Matrix(NamedTuple):
         return Int4Groups(self.codes, scales, -scales * zeros)
 
 
+def int8_groups(matrix: Int4Matrix) -> Int8Groups:
+    """A symmetric matrix of 8 bits, whose groups are multiples of the kernels': the same weights, scales repeated."""
+    of = matrix.group_of[::GROUP]
+    return Int8Groups((matrix.codes ^ 128).view(np.int8), np.ascontiguousarray(matrix.scales[:, of]))
+
+
 def nibbles(words: np.ndarray) -> np.ndarray:
     """int32 [rows, n] to uint8 [rows, 8 n], the lowest four bits of a word first."""
     packed = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
@@ -48,6 +55,11 @@ def nibbles(words: np.ndarray) -> np.ndarray:
     out[:, 0::2] = packed & 15
     out[:, 1::2] = packed >> 4
     return out
+
+
+def octets(words: np.ndarray) -> np.ndarray:
+    """int32 [rows, n] to uint8 [rows, 4 n], the lowest eight bits of a word first."""
+    return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
 
 
 def plain_groups(columns: int, group: int) -> np.ndarray:

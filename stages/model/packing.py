@@ -1,4 +1,4 @@
-"""What a 4-bit format of Hugging Face folders is to the loader: which tensors make a matrix, and how they unpack."""
+"""What a format of Hugging Face folders is to the loader: which tensors make a matrix of codes, and how they unpack."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Layout(NamedTuple):
     group_of: np.ndarray
     """int [columns], the group of each."""
     has_zeros: bool
+    bits: int = 4
 
 
 class Packing(Protocol):
     @property
     def type_name(self) -> str:
-        """Of the matrices, in `status`."""
+        """Of the matrices, in `status`, to which the bits are added."""
         ...
 
     @property

@@ -69,13 +69,18 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
     count = math.prod(shape)
     if dtype == "fp32" or (len(shape) == 1 and name.endswith("weight")):
         return 4 * count
-    if headers[name].dtype == "Q8_0" and _IN_LAYER.fullmatch(name) is None:
+    if headers[name].int8 and is_table(name):
         return count + (2 if packed_linear.available() else 6) * (count // GROUP)
     if len(shape) == 2 and is_packed(name, headers):
         wide = packed_linear.available() and headers[name].wide
         scales_and_zeros = (8 if wide else 4) * (count // headers[name].group)
         return count // 2 + scales_and_zeros + (2 * count if bf16_copies else 0)
     return 2 * count
+
+
+def is_table(name: str) -> bool:
+    """Embedding or head, which keep 8-bit codes."""
+    return _IN_LAYER.fullmatch(name) is None
 
 
 def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:

@@ -1,4 +1,4 @@
-"""What `quantization_config` of a Hugging Face folder asks for: a 4-bit scheme that loads, or a refusal by name."""
+"""What `quantization_config` of a Hugging Face folder asks for: a scheme that loads, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
 SUPPORTED = (
-    "awq with 4 bits (version gemm), gptq with 4 bits (checkpoint_format gptq, gptq_v2), compressed-tensors with 4-bit "
-    "integer weights and 16-bit activations (format pack-quantized), unquantised float32, float16 and bfloat16, or a "
-    "GGUF file"
+    "awq with 4 bits (version gemm), gptq with 4 bits (checkpoint_format gptq, gptq_v2), compressed-tensors with 4- or "
+    "8-bit integer weights and 16-bit activations (format pack-quantized), unquantised float32, float16 and bfloat16, "
+    "or a GGUF file"
 )
 PER_ROW = -1
 """As a group size: all columns of a row share one scale."""
@@ -25,6 +25,7 @@ class Scheme:
     """Group sizes that the configuration states; every matrix has one of them. PER_ROW is one."""
     symmetric: bool = False
     """Stated: the zero point is 8 everywhere. (For compressed-tensors: of at least one group of modules.)"""
+    bits: frozenset[int] = frozenset({4})
     label: str = ""
     """gptq: the checkpoint_format, gptq or gptq_v2."""
 
@@ -88,7 +89,7 @@ def _gptq(fields: _Fields) -> Scheme:
         )
     label = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), raw.get("checkpoint_format", "gptq"))
     group = fields.group("group_size", raw.get("group_size", 128))
-    return Scheme(GPTQ, frozenset({group}), fields.one_of("sym", (True, False), raw.get("sym", True)), label)
+    return Scheme(GPTQ, frozenset({group}), fields.one_of("sym", (True, False), raw.get("sym", True)), label=label)
 
 
 def _compressed(fields: _Fields) -> Scheme:
@@ -96,7 +97,7 @@ def _compressed(fields: _Fields) -> Scheme:
     parts = raw.get("config_groups")
     if not isinstance(parts, dict) or not parts:
         raise CheckpointError(f"{fields.where}.config_groups is {parts!r}, expected an object with at least one group")
-    groups, symmetric = set(), False
+    groups, bits, symmetric = set(), set(), False
     for name, part in parts.items():
         if not isinstance(part, dict) or not isinstance(part.get("weights"), dict):
             raise UnsupportedModelError(
@@ -107,10 +108,10 @@ def _compressed(fields: _Fields) -> Scheme:
         for activations in ("input_activations", "output_activations"):
             own.one_of(activations, (None,), part.get(activations))
         weights = _Fields(part["weights"], f"{own.where}.weights")
-        weights.one_of("num_bits", (4,), weights.raw.get("num_bits"))
+        bits.add(weights.one_of("num_bits", (4, 8), weights.raw.get("num_bits")))
         weights.one_of("type", ("int",), weights.raw.get("type", "int"))
         strategy = weights.one_of("strategy", ("group", "channel"), weights.raw.get("strategy"))
         is_row = strategy == "channel"
         groups.add(PER_ROW if is_row else weights.group("group_size", weights.raw.get("group_size")))
         symmetric |= weights.one_of("symmetric", (True, False), weights.raw.get("symmetric", True))
-    return Scheme(COMPRESSED, frozenset(groups), symmetric)
+    return Scheme(COMPRESSED, frozenset(groups), symmetric, frozenset(bits))

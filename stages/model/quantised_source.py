@@ -1,4 +1,4 @@
-"""The tensors of a quantised Hugging Face folder: 4-bit matrices put together of their parts, all others as stored."""
+"""The tensors of a quantised Hugging Face folder: matrices put together of their parts, all others as stored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.gptq import GptqPacking
 from deepinfer.stages.model.int4 import Int4Groups, kernel_group
-from deepinfer.stages.model.int4_matrix import Int4Matrix, usable_group
+from deepinfer.stages.model.int4_matrix import Int4Matrix, int8_groups, usable_group
 from deepinfer.stages.model.pack_quantized import PackQuantized
 from deepinfer.stages.model.packing import Layout, Packing, Parts
+from deepinfer.stages.model.precision import is_table
 from deepinfer.stages.model.quantisation import AWQ, GPTQ, Scheme
 from deepinfer.stages.model.safetensors_source import FLOAT_DTYPES, INTEGER_DTYPES, SafetensorsSource
 from deepinfer.stages.model.source import TensorHeader
@@ -68,10 +69,10 @@ class QuantisedSource:
         return self._unpack(name).groups(group) if group else None
 
     def read_int8(self, name: str) -> Int8Groups | None:
-        return None
+        return int8_groups(self._unpack(name)) if self.headers[name].int8 else None
 
     def report(self) -> dict[str, object]:
-        kept = sum(self.headers[name].group > 0 for name in self._layouts)
+        kept = sum(self.headers[name].group > 0 or self._keeps_int8(name) for name in self._layouts)
         counts = {"with_codes": kept, "dequantised": len(self._layouts) - kept}
         return {"quantisation": {**self._packing.report(), **counts}, **self._raw.report()}
 
@@ -86,6 +87,8 @@ class QuantisedSource:
         parts = [self._raw.headers.get(prefix + part) for part in self._packing.parts]
         nbytes = sum(part.nbytes for part in parts if part is not None)
         group = usable_group(layout.group, layout.group_of)
+        if layout.bits == 8:
+            return self._int8_header(name, layout, nbytes, group > 0)
         if not group:
             logger.warning(
                 "%s: %s has groups that the kernels do not have (%s): it is dequantised, to 16 bits a weight in bf16",
@@ -93,7 +96,21 @@ class QuantisedSource:
             )  # fmt: skip
         half_scales = any(part is not None and part.dtype == "F16" and len(part.shape) == 2 for part in parts)
         wide = layout.has_zeros or not half_scales
-        return TensorHeader((layout.rows, layout.columns), self._packing.type_name, nbytes, group, wide)
+        return TensorHeader((layout.rows, layout.columns), f"{self._packing.type_name} int4", nbytes, group, wide)
+
+    def _int8_header(self, name: str, layout: Layout, nbytes: int, has_group: bool) -> TensorHeader:
+        int8 = has_group and not layout.has_zeros
+        if not int8 or not is_table(name):
+            logger.warning(
+                "%s: %s has 8-bit codes, which are kept for embedding and head in symmetric groups of a multiple of 32 "
+                "only: it is dequantised, to 16 bits a weight in bf16",
+                self._folder, name,
+            )  # fmt: skip
+        shape = layout.rows, layout.columns
+        return TensorHeader(shape, f"{self._packing.type_name} int8", nbytes, int8=int8)
+
+    def _keeps_int8(self, name: str) -> bool:
+        return self.headers[name].int8 and is_table(name)
 
     def _is_empty_bias(self, name: str, parameters: Container[str]) -> bool:
         is_bias = name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" in self._layouts
@@ -114,4 +131,4 @@ def _packing(scheme: Scheme, parts: Parts) -> Packing:
         return AwqPacking(parts)
     if scheme.method == GPTQ:
         return GptqPacking(parts, scheme)
-    return PackQuantized(parts, scheme.symmetric)
+    return PackQuantized(parts, scheme)

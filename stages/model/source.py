@@ -19,6 +19,8 @@ class TensorHeader(NamedTuple):
     """Columns that share a scale, where `read_int4` gives codes; 0 where it gives none."""
     wide: bool = False
     """Of codes: whether scales or minima need more than the bits of fp16."""
+    int8: bool = False
+    """Whether `read_int8` gives codes."""
 
 
 class WeightSource(Protocol):

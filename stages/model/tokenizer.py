@@ -57,6 +57,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)
 
+    def save(self, folder: Path) -> None:
+        """As files of a Hugging Face folder, the chat template too."""
+        self._inner.save_pretrained(str(folder))
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """`add_special` adds what the checkpoint puts around a text, such as a begin token."""
         return self._inner.encode(text, add_special_tokens=add_special, verbose=False)

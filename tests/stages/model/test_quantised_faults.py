@@ -26,7 +26,7 @@ UNSUPPORTED = {
     "gptq of true bits": (gptq_config(128, True, bits=True), "bits is True"),
     "gptq for marlin": (gptq_config(128, True, checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
     "gptq that was made for marlin": (gptq_config(128, True, is_marlin_format=True), "is_marlin_format is set"),
-    "compressed-tensors of 8 bits": (compressed_config(128, True, num_bits=8), r"group_0\.weights\.num_bits is 8"),
+    "compressed-tensors of 3 bits": (compressed_config(128, True, num_bits=3), r"group_0\.weights\.num_bits is 3"),
     "compressed-tensors fp4": (compressed_config(128, True, type="float"), r"weights\.type is 'float'"),
     "compressed-tensors by tensor": (compressed_config(128, True, strategy="tensor"), "strategy is 'tensor'"),
     "marlin-24": ({**compressed_config(128, True), "format": "marlin-24"}, "format is 'marlin-24'"),

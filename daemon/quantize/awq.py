@@ -1,0 +1,124 @@
+"""Activation-aware scaling (AWQ, arXiv 2306.00978): channels that are active on a text are made larger before rounding.
+
+W x = (W s) (x / s): the columns of a matrix are multiplied with s, and what makes its input is divided by s, so that
+the file stays a plain one: the norm before q, k, v and before gate, up; the rows of v before o, and of up before down.
+The scales are powers of the mean activity of a channel; the power is the one whose rounded matrices err least on inputs
+that were kept. Where a head of v serves several of q, its channels share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from deepinfer.daemon.quantize.calibration import Activity, activities
+from deepinfer.daemon.quantize.config import Quantize
+from deepinfer.daemon.quantize.matrices import Scaling
+from deepinfer.daemon.quantize.plan import Matrix, Plan
+from deepinfer.daemon.quantize.report import bar
+from deepinfer.daemon.quantize.rounding import to_codes
+from deepinfer.daemon.quantize.shards import TORCH_DTYPES
+from deepinfer.daemon.setting import ConfigError
+from deepinfer.stages.model.checkpoint import Checkpoint
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Those with the norms and matrices that are scaled here."""
+POWERS = tuple(step / 10 for step in range(11))
+_LEAST = 1e-4
+
+
+def find_scalings(settings: Quantize, checkpoint: Checkpoint, plan: Plan) -> dict[str, Scaling]:
+    """By name of the result. Raises ConfigError for another family."""
+    config = checkpoint.config
+    if config.family not in FAMILIES:
+        raise ConfigError(f"awq is on; it knows {', '.join(FAMILIES)}, and this is a {config.family}", "awq")
+    found: dict[str, Scaling] = {}
+    with torch.inference_mode():
+        layers = activities(settings, checkpoint)
+        with bar("searching scales of layer", len(layers)) as advance:
+            for number, layer in enumerate(layers):
+                _Layer(f"model.layers.{number}", checkpoint, plan, layer, found).search()
+                advance(str(number), 1)
+    return found
+
+
+class _Layer:
+    def __init__(
+        self, prefix: str, checkpoint: Checkpoint, plan: Plan, layer: dict[str, Activity], found: dict[str, Scaling]
+    ):
+        self._prefix, self._config, self._layer, self._found = prefix, checkpoint.config, layer, found
+        self._source = checkpoint.source
+        self._matrices = {matrix.name: matrix for matrix in plan.matrices}
+        self._dtype = TORCH_DTYPES[plan.dtype]
+
+    def search(self) -> None:
+        self._after_norm("input_layernorm", "qkv", [f"self_attn.{part}_proj" for part in "qkv"])
+        self._after_norm("post_attention_layernorm", "gate_up", ["mlp.gate_proj", "mlp.up_proj"])
+        self._after_rows("self_attn.v_proj", "o", "self_attn.o_proj", self._shared_by_heads)
+        self._after_rows("mlp.up_proj", "down", "mlp.down_proj", lambda values: values)
+
+    def _after_norm(self, norm: str, form: str, parts: Sequence[str]) -> None:
+        """The norm is stored in 16 bits: what that makes of it is taken for what it was divided by."""
+        scales = self._best(form, parts, lambda values: values)
+        name = f"{self._prefix}.{norm}.weight"
+        weight = self._source.read(name).float()
+        stored = (weight / scales).to(self._dtype).float()
+        usable = torch.isfinite(stored) & (stored != 0)
+        scales = torch.where(usable, weight / stored, torch.ones_like(scales))
+        self._found[name] = Scaling(rows=1 / scales)
+        self._scale_columns(form, parts, scales)
+
+    def _after_rows(self, before: str, form: str, part: str, spread: Callable[[Tensor], Tensor]) -> None:
+        """`spread` makes a value for each input channel of `part` such that channels of one row agree."""
+        scales = self._best(form, [part], spread)
+        self._scale_columns(form, [part], scales)
+        rows = 1 / self._once_a_row(scales, before)
+        for kind in ("weight", "bias"):
+            name = f"{self._prefix}.{before}.{kind}"
+            self._found[name] = self._found.get(name, Scaling())._replace(rows=rows)
+
+    def _scale_columns(self, form: str, parts: Sequence[str], scales: Tensor) -> None:
+        importance = self._layer[form].mean_square / scales.square()
+        for part in parts:
+            name = f"{self._prefix}.{part}.weight"
+            self._found[name] = self._found.get(name, Scaling())._replace(columns=scales, importance=importance)
+
+    def _best(self, form: str, parts: Sequence[str], spread: Callable[[Tensor], Tensor]) -> Tensor:
+        """float32 [columns]; ones where a matrix is not rounded."""
+        activity = self._layer[form]
+        mean, inputs = spread(activity.mean_abs).clamp(min=_LEAST), activity.rows.float()
+        names = [f"{self._prefix}.{part}.weight" for part in parts]
+        if not all(name in self._matrices for name in names):
+            return torch.ones_like(mean)
+        weights = [(self._matrices[name], self._source.read(name).float()) for name in names]
+        candidates = []
+        for power in POWERS:
+            scales = mean**power
+            scales = scales / (scales.max() * scales.min()).sqrt()
+            error = sum(_output_error(matrix, weight, scales, inputs) for matrix, weight in weights)
+            candidates.append((error, -power, scales))
+        return min(candidates, key=lambda candidate: candidate[:2])[2]
+
+    def _shared_by_heads(self, values: Tensor) -> Tensor:
+        """[q_size], the mean over the heads of q that one head of k and v serves."""
+        config = self._config
+        heads = values.view(config.num_kv_heads, -1, config.head_dim)
+        return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
+
+    def _once_a_row(self, scales: Tensor, before: str) -> Tensor:
+        if before != "self_attn.v_proj":
+            return scales
+        config = self._config
+        return scales.view(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
+
+
+def _output_error(matrix: Matrix, weight: Tensor, scales: Tensor, inputs: Tensor) -> float:
+    """Of the outputs for `inputs`, summed over their squares."""
+    dtype, total = TORCH_DTYPES[matrix.scale_dtype], 0.0
+    step = max(1, (1 << 17) // weight.shape[1])
+    for rows in weight.split(step):
+        rounded = to_codes(rows * scales, matrix.group, matrix.bits, matrix.symmetric, dtype).dense() / scales
+        total += float(((rounded - rows) @ inputs.T).square_().sum(dtype=torch.float64))
+    return total

@@ -1,0 +1,90 @@
+"""What quantising changes in what a model says: logits of source and result over a text, both computed in fp32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from deepinfer.daemon.quality.measure import compare, perplexity_of
+from deepinfer.daemon.quality.paged import PagedModel
+from deepinfer.daemon.quality.text import cut_windows, name_of, read_text
+from deepinfer.daemon.quantize.config import Quantize
+from deepinfer.daemon.setting import ConfigError
+from deepinfer.kernels import resolve_kv_format
+from deepinfer.kernels.cpu_runtime import configure_threads
+from deepinfer.kernels.devices import DeviceError, open_device
+from deepinfer.kernels.ops import Ops
+from deepinfer.stages.model import load_model, load_tokenizer, open_checkpoint
+from deepinfer.stages.model.checkpoint import Checkpoint
+
+_DTYPE = "fp32"
+_CHUNK = 256
+
+
+def take_threads(settings: Quantize) -> None:
+    """Raises ConfigError."""
+    try:
+        configure_threads(settings.threads or len(os.sched_getaffinity(0)))
+    except ValueError as error:
+        raise ConfigError(str(error), "threads") from error
+
+
+def open_compute(settings: Quantize) -> Ops:
+    """Where models run here. Raises ConfigError."""
+    try:
+        return open_device(settings.device)
+    except DeviceError as error:
+        raise ConfigError(str(error), "device") from error
+
+
+def check_memory(settings: Quantize, checkpoint: Checkpoint) -> str:
+    """Why nothing is to be compared; empty if it is. Raises ConfigError before any work for what cannot be compared."""
+    if settings.kld == "off":
+        return "--kld is off"
+    config = checkpoint.config
+    read_text(settings.text, "text")
+    if settings.window > config.max_context:
+        words = f"window is {settings.window}; the longest context of this model is {config.max_context}"
+        return _unless_asked(settings, words, "window")
+    need = checkpoint.estimate_weight_bytes(_DTYPE) + 4 * settings.positions * config.vocab_size
+    free = psutil.virtual_memory().available
+    if need < 0.9 * free:
+        return ""
+    return _unless_asked(
+        settings, f"kld: the source in {_DTYPE} and its logits need {need:,} bytes, {free:,} are free", "kld"
+    )
+
+
+def _unless_asked(settings: Quantize, words: str, name: str) -> str:
+    if settings.kld == "on":
+        raise ConfigError(words, name)
+    return words
+
+
+def measure_divergence(settings: Quantize, source: Path, result: Path) -> dict[str, Any]:
+    """One model after the other is in memory."""
+    ops, tokenizer = open_compute(settings), load_tokenizer(source)
+    ids = tokenizer.encode(read_text(settings.text, "text"), add_special=False)
+    windows = cut_windows(ids, tokenizer.encode(""), settings.positions, settings.window, settings.skip)
+    exact = list(_logits(_paged(source, ops, settings), windows, settings.skip))
+    got = _logits(_paged(result, ops, settings), windows, settings.skip)
+    return {
+        "compute_dtype": _DTYPE,
+        "text": name_of(settings.text),
+        **compare(got, exact, windows, settings.skip),
+        "source_perplexity": perplexity_of(exact, windows, settings.skip),
+    }
+
+
+def _logits(paged: PagedModel, windows: list[list[int]], skip: int) -> Iterator[torch.Tensor]:
+    return (rows.cpu() for window in windows for rows in paged.logits(window, skip))
+
+
+def _paged(path: Path, ops: Ops, settings: Quantize) -> PagedModel:
+    model = load_model(open_checkpoint(path), _DTYPE, ops=ops)
+    return PagedModel(model, resolve_kv_format("auto", _DTYPE), settings.window, _CHUNK)

@@ -1,0 +1,73 @@
+"""What `quantize` shows: a bar on a terminal, and at the end the matrices that lost most and what that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+_SHOWN = 10
+_ROW = "{:48} {:>4} {:>6} {:>12}"
+
+
+@contextmanager
+def bar(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
+    """Gives `advance(name, bytes)`. Elsewhere than on a terminal nothing is shown."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+
+        def advance(name: str, nbytes: int) -> None:
+            progress.update(task, advance=nbytes, description=f"{what} {name}")
+
+        yield advance
+
+
+def print_report(report: Mapping[str, Any], target: Path) -> None:
+    matrices = report["matrices"]
+    click.echo(
+        f"{report['model']} to {target}: {_mib(report['source_bytes'])} to {_mib(report['bytes'])}, "
+        f"{len(matrices)} matrices at {report['bits_per_coded_weight']:.2f} bits a weight, {report['seconds']} s"
+    )
+    for sentence in _remarks(report):
+        click.echo(sentence)
+    click.echo(_ROW.format("worst matrices", "bits", "group", "relative L2"))
+    for row in matrices[:_SHOWN]:
+        click.echo(_ROW.format(row["name"], row["bits"], row["group"], f"{row['relative_l2']:.4f}"))
+    click.echo(_ROW.format(f"mean of {len(matrices)}", "", "", f"{mean(row['relative_l2'] for row in matrices):.4f}"))
+    click.echo(_said(report["divergence"]))
+
+
+def _remarks(report: Mapping[str, Any]) -> Iterator[str]:
+    if report["requantised"]:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in report["requantised"].items())
+        yield f"the source is quantised itself ({kinds}): its weights are rounded a second time"
+    if report["left_in_16_bits"]:
+        names = report["left_in_16_bits"]
+        yield f"left in 16 bits, because no group divides their columns: {', '.join(names[:4])}" + (
+            f" and {len(names) - 4} more" if len(names) > 4 else ""
+        )
+    if report["unties_head"]:
+        yield "the head was tied to the embedding; now it is stored beside it, and tie_word_embeddings is false"
+
+
+def _said(divergence: Mapping[str, Any]) -> str:
+    if "skipped" in divergence:
+        return f"not compared with the source: {divergence['skipped']}"
+    kld = divergence["kld"]
+    return (
+        f"against the source over {divergence['positions']} positions: KLD mean {kld['mean']:.3g}, p99 "
+        f"{kld['p99']:.3g}, max {kld['max']:.3g}; top-1 {divergence['top1_percent']:.2f} %; perplexity "
+        f"{divergence['source_perplexity']:.2f} to {divergence['perplexity']:.2f}"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
