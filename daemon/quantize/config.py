@@ -30,9 +30,7 @@ class Quantize:
         "The output head: as it is, in 8 or in 4 bits. One that is tied to the embedding is stored beside it.",
         HEADS,
     )
-    clip: bool = setting(
-        False, "Search for each group the part of its range that errs least, instead of taking the whole."
-    )
+    clip: str = setting("auto", "Search for each group the part of its range that errs least. auto: with --awq.", WHEN)
     awq: bool = setting(
         False, "Scale channels by how active they are on a text, as far as it helps (AWQ). Loads the whole source."
     )
@@ -51,6 +49,10 @@ class Quantize:
     device: str = setting("auto", "Where the models run that are compared, as `start` has it.", _DEVICES)
     threads: int | None = setting(None, "CPU threads. [default: all cores it may use]", low=1)
     force: bool = setting(False, "Replace the folder that is there, if it holds a model.")
+
+    @property
+    def clips(self) -> bool:
+        return self.awq if self.clip == "auto" else self.clip == "on"
 
     def check(self) -> None:
         """Raises ConfigError for the first value that cannot work."""

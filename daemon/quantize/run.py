@@ -82,7 +82,7 @@ def _write(
                         scaling = scalings.get(part.name, Scaling())
                         tensor = checkpoint.source.read(_source(part))
                         if isinstance(part, Matrix):
-                            error = write_matrix(part, tensor, scaling, settings.clip, where, writer.write)
+                            error = write_matrix(part, tensor, scaling, settings.clips, where, writer.write)
                             errors.append(error)
                         else:
                             write_plain(part, tensor, scaling, where, writer.write)
