@@ -19,8 +19,11 @@ KILL_AFTER_SECONDS = 5.0
 
 
 class EngineProcess:
-    """In a session of its own, so that a Ctrl-C meant for the front does not reach it. Its standard input is the
-    tether: when the front dies, for whatever reason, the engine reads the end of it and exits."""
+    """In a process group of its own, so that a Ctrl-C meant for the front does not reach it. Its standard input is the
+    tether: when the front dies, for whatever reason, the engine reads the end of it and exits.
+
+    The group belongs to the front's session. So one that is stopped when the front dies, even before it could ask for a
+    death signal, is an orphan with a stopped member, and the kernel sends such a group SIGHUP and SIGCONT."""
 
     def __init__(self, config: EngineConfig, topology: Topology) -> None:
         with tempfile.TemporaryFile() as file:
@@ -36,7 +39,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             bufsize=0,
             stdout=sys.stderr,
-            start_new_session=True,
+            process_group=0,
         )
 
     @property

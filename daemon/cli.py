@@ -22,6 +22,7 @@ from deepinfer.daemon.cli_stress import stress
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.runtime_folder import FolderError
 from deepinfer.daemon.sources import gather
+from deepinfer.daemon.topology import Topology, two_processes
 
 
 @click.group(context_settings={"max_content_width": 110})
@@ -49,11 +50,12 @@ def start(runtime_dir: Path | None, detach: bool, config_file: Path | None, **fl
     try:
         read = partial(read_config, flags, config_file)
         config = read()
+        topology = two_processes(folder, config.endpoint)
         if detach:
             from deepinfer.daemon.detach import start_detached
 
             sys.exit(start_detached(flags, config_file, folder))
-        sys.exit(_run_front(config, folder, read))
+        sys.exit(_run_front(config, folder, topology, read))
     except (ConfigError, FolderError) as error:
         fail(str(error), EXIT_CONFIG)
 
@@ -62,19 +64,17 @@ def read_config(flags: dict[str, Any], config_file: Path | None) -> DaemonConfig
     return gather(flags, config_file).config
 
 
-def _run_front(config: DaemonConfig, path: Path, read: Callable[[], DaemonConfig]) -> int:
+def _run_front(config: DaemonConfig, path: Path, topology: Topology, read: Callable[[], DaemonConfig]) -> int:
     from deepinfer.daemon.display import StartDisplay
     from deepinfer.daemon.front import Front
     from deepinfer.daemon.gate import curve_of
     from deepinfer.daemon.log import configure_logging
     from deepinfer.daemon.runtime_folder import AlreadyRunning, RuntimeFolder
-    from deepinfer.daemon.topology import two_processes
     from deepinfer.stages.admission import EndpointError
     from deepinfer.stages.model.errors import ModelError
 
     os.umask(0o077)
     configure_logging("front", config.log_level, config.log_format)
-    topology = two_processes(path, config.endpoint)
     curve = curve_of(config)
     try:
         folder = RuntimeFolder(path)

@@ -12,6 +12,7 @@ from deepinfer.daemon.cli_common import EXIT_CONFIG, fail
 from deepinfer.daemon.config import ConfigError
 from deepinfer.daemon.options import options_of
 from deepinfer.daemon.setting import given
+from deepinfer.daemon.stress.cycles_config import CyclesConfig
 from deepinfer.daemon.stress.kill_config import KillConfig
 from deepinfer.daemon.stress.swap_config import StressConfig, engine_settings
 
@@ -53,3 +54,17 @@ def kill(output: Path | None, **options: Any) -> None:
         fail(str(error), EXIT_CONFIG)
     except DaemonFailed as error:
         fail(str(error), 1)
+
+
+@stress.command()
+@options_of(CyclesConfig)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def cycles(output: Path | None, **options: Any) -> None:
+    """Start a real daemon and hit its front or its engine, at every moment, again and again: it ends in time, nothing
+    of it is left, and the next start works."""
+    from deepinfer.daemon.stress.cycles import run_cycles
+
+    try:
+        sys.exit(run_cycles(CyclesConfig(**given(options)), output))
+    except ConfigError as error:
+        fail(str(error), EXIT_CONFIG)

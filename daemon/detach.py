@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,6 +63,8 @@ def start_detached(flags: Mapping[str, Any], config_file: Path | None, folder: P
         if code is not None:
             lines = log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
             click.echo("\n".join(map(for_people, lines)), err=True)
-            return code or 1
+            if code < 0:
+                click.echo(f"the daemon was killed by {signal.Signals(-code).name} before it was ready", err=True)
+            return code if code > 0 else 1
         time.sleep(POLL_SECONDS)
     return show_status(folder, as_json=False)

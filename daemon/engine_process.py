@@ -96,7 +96,8 @@ def vocabulary_line(num_valid_tokens: int, eos_token_ids: Any) -> bytes:
 
 def main() -> int:
     """Returns the exit code; the caller leaves without waiting for threads, which may be anywhere."""
-    for number in (signal.SIGINT, signal.SIGHUP):
+    # The last one would stop it when it writes to a terminal with `stty tostop`, being in the background there.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     dump_on_signal()
     die_with_parent()

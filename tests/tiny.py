@@ -7,67 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from deepinfer.daemon.stress.tiny_model import (
+    CHAT_TEMPLATE,
+    MAX_CONTEXT,
+    byte_tokenizer,
+    save_tiny_llama,
+    save_whole,
+    tiny_sizes,
 )
 
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-MAX_CONTEXT = 512
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte and an end token: every text is representable, every character may be cut."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(["<eos>", *alphabet])}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def save_tiny_llama(folder: Path, head_dim: int = 16) -> Path:
-    torch.manual_seed(7)
-    return _save(LlamaForCausalLM(LlamaConfig(**_sizes(), head_dim=head_dim)), folder)
+__all__ = ["CHAT_TEMPLATE", "MAX_CONTEXT", "byte_tokenizer", "save_tiny_llama", "save_tiny_qwen2"]
 
 
 def save_tiny_qwen2(folder: Path, key_biases: Mapping[int, float]) -> Path:
     """`key_biases`: key channel of the first layer to its bias; the others have none."""
     torch.manual_seed(7)
-    model = Qwen2ForCausalLM(Qwen2Config(**_sizes()))
+    model = Qwen2ForCausalLM(Qwen2Config(**tiny_sizes()))
     with torch.no_grad():
         for channel, bias in key_biases.items():
             model.model.layers[0].self_attn.k_proj.bias[channel] = bias
-    return _save(model, folder)
-
-
-def _sizes() -> dict[str, Any]:
-    return {
-        "vocab_size": 264,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": MAX_CONTEXT,
-        "eos_token_id": 0,
-        "bos_token_id": None,
-        "initializer_range": 0.5,
-        "tie_word_embeddings": False,
-    }
-
-
-def _save(model: PreTrainedModel, folder: Path) -> Path:
-    model.to(torch.float32).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_whole(model, folder)

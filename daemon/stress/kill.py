@@ -18,13 +18,13 @@ import psutil
 import zmq
 
 from deepinfer.clients import Client, Completion
-from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.daemon.stress.checks import Check, judge, outcome_checks
 from deepinfer.daemon.stress.client import Drive, Outcome
 from deepinfer.daemon.stress.daemon import RealDaemon
 from deepinfer.daemon.stress.jobs import Job, catalogue, jobs
 from deepinfer.daemon.stress.kill_config import SIGNALS, KillConfig
 from deepinfer.daemon.stress.swap_config import StressConfig
+from deepinfer.daemon.stress.verdict import conclude, judged
 
 MOMENTS = ("accepted", "token", "preempted", "idle")
 MAX_PARKS = 8
@@ -199,8 +199,7 @@ def stress_kill(config: KillConfig) -> dict[str, Any]:
         checks.append(Check("nothing is left over", left))
     gaps = sorted(outcome.longest_gap for outcome in run.outcomes if outcome.preempted)
     return {
-        "passed": all(check.passed for check in checks),
-        "checks": [{**check._asdict(), "passed": check.passed} for check in checks],
+        **judged(checks),
         "rounds": config.rounds,
         "deaths": len(run.struck),
         "moments": dict(run.moments),
@@ -214,14 +213,4 @@ def stress_kill(config: KillConfig) -> dict[str, Any]:
 def run_kill(config: KillConfig, output: Path | None) -> int:
     """Prints the report; returns the exit code: 1 when a check failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the daemon is ended, too.
-    report = stress_kill(config)
-    for name in ("rounds", "deaths", "moments", "requests", "tokens", "longest_gap_s", "seconds"):
-        click.echo(f"{name}: {report[name]}")
-    for check in report["checks"]:
-        click.echo(f"{'ok' if check['passed'] else 'FAILED'}: {check['name']}")
-        for line in check["failures"][:10]:
-            click.echo(f"    {line}")
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({**conditions(), "config": vars(config), **report}, indent=1) + "\n")
-    return 0 if report["passed"] else 1
+    return conclude(stress_kill(config), config, output)
