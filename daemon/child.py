@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable
 
 from deepinfer.daemon.config import EngineConfig
-from deepinfer.daemon.engine_process import start_line, vocabulary_line
+from deepinfer.daemon.engine_process import log_level_line, start_line, vocabulary_line
 from deepinfer.daemon.topology import Topology
 from deepinfer.stages.flight_record import RECORD_BYTES, FlightRecord
 
@@ -48,6 +48,9 @@ class EngineProcess:
 
     def send_vocabulary(self, num_valid_tokens: int, eos_token_ids: Iterable[int]) -> None:
         self._write(vocabulary_line(num_valid_tokens, eos_token_ids))
+
+    def send_log_level(self, level: str) -> None:
+        self._write(log_level_line(level))
 
     def ended(self) -> int | None:
         """Its exit code, or None while it lives."""

@@ -14,6 +14,7 @@ from deepinfer.daemon.options import options_of
 from deepinfer.daemon.setting import given
 from deepinfer.daemon.stress.cycles_config import CyclesConfig
 from deepinfer.daemon.stress.kill_config import KillConfig
+from deepinfer.daemon.stress.streams_config import StreamsConfig
 from deepinfer.daemon.stress.swap_config import StressConfig, engine_settings
 
 
@@ -68,3 +69,20 @@ def cycles(output: Path | None, **options: Any) -> None:
         sys.exit(run_cycles(CyclesConfig(**given(options)), output))
     except ConfigError as error:
         fail(str(error), EXIT_CONFIG)
+
+
+@stress.command()
+@options_of(StreamsConfig)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def streams(output: Path | None, **options: Any) -> None:
+    """A thousand streams at once on a real daemon, whose control socket must answer meanwhile; then others beside a
+    client and a subscriber that never read."""
+    from deepinfer.daemon.stress.daemon import DaemonFailed
+    from deepinfer.daemon.stress.streams import run_streams
+
+    try:
+        sys.exit(run_streams(StreamsConfig(**given(options)), output))
+    except ConfigError as error:
+        fail(str(error), EXIT_CONFIG)
+    except DaemonFailed as error:
+        fail(str(error), 1)

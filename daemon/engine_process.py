@@ -1,7 +1,7 @@
 """The engine's process: `python -m deepinfer.daemon.engine_process`, started by the front and by nobody else.
 
-Standard input carries the configuration as one line of JSON, then the vocabulary as another. It stays open for as long
-as the front lives: its end is how the engine learns that it is alone.
+Standard input carries the configuration as one line of JSON, then the vocabulary as another, then the log level
+whenever it changes. It stays open for as long as the front lives: its end is how the engine learns that it is alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
-from deepinfer.daemon.log import configure_logging
+from deepinfer.daemon.log import configure_logging, set_level
 from deepinfer.daemon.stacks import dump_on_signal
 from deepinfer.daemon.topology import Topology
 from deepinfer.daemon.watchdog import Pulses
@@ -30,6 +30,8 @@ from deepinfer.kernels.openmp import limit_spinning
 from deepinfer.stages.flight_record import FlightRecord
 from deepinfer.stages.messages import EngineFailed, EngineReady, Heartbeat, LoadProgress, Message, encode
 from deepinfer.stages.model.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.05
 LAST_WORDS_MS = 30_000
@@ -94,6 +96,10 @@ def vocabulary_line(num_valid_tokens: int, eos_token_ids: Any) -> bytes:
     return json.dumps({"num_valid_tokens": num_valid_tokens, "eos_token_ids": list(eos_token_ids)}).encode() + b"\n"
 
 
+def log_level_line(level: str) -> bytes:
+    return json.dumps({"log_level": level}).encode() + b"\n"
+
+
 def main() -> int:
     """Returns the exit code; the caller leaves without waiting for threads, which may be anywhere."""
     # The last one would stop it when it writes to a terminal with `stty tostop`, being in the background there.
@@ -123,9 +129,9 @@ def main() -> int:
 
 
 def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link: FrontLink, record: int) -> None:
-    lines: list[bytes] = []
+    vocabulary: dict[str, Any] = {}
     arrived = threading.Event()
-    threading.Thread(target=_watch_front, args=(lines, arrived), daemon=True).start()
+    threading.Thread(target=_watch_front, args=(vocabulary, arrived), daemon=True).start()
     pulse = Pulse(topology.admission)
     pulse.start()
     limit_spinning()
@@ -136,7 +142,7 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     link.progress("compiling kernels", 0, 0)
     host.warm_up()
     arrived.wait()
-    host.start(context, topology, Vocabulary(**json.loads(lines[0])), record=FlightRecord(record))
+    host.start(context, topology, Vocabulary(**vocabulary), record=FlightRecord(record))
     pulse.of = host.pulses
     link.send(EngineReady(summary=host.summary(), pid=os.getpid()))
     host.wait()
@@ -153,11 +159,16 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _watch_front(lines: list[bytes], arrived: threading.Event) -> None:
-    """The second line of input, then the end of it: whatever the stages are doing, nobody is left to do it for."""
+def _watch_front(vocabulary: dict[str, Any], arrived: threading.Event) -> None:
+    """What else the front says, then the end of it: whatever the stages are doing, nobody is left to do it for."""
     for line in sys.stdin.buffer:
-        lines.append(line)
-        arrived.set()
+        told = json.loads(line)
+        if "log_level" in told:
+            set_level(told["log_level"])
+            logger.info("log_level is now %s", told["log_level"])
+        else:
+            vocabulary.update(told)
+            arrived.set()
     os._exit(ORPHANED)
 
 

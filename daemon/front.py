@@ -155,6 +155,7 @@ class Front:
             self.board.changed.wait(POLL_SECONDS)
             self.board.changed.clear()
             supervisor.cut = self.stopping.cut
+            supervisor.set_log_level(self.config.log_level)
             supervisor.look()
             self._run_errands()
             phase = self.board.phase

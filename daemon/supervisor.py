@@ -79,6 +79,12 @@ class Supervisor:
         self._vocabulary = (num_valid_tokens, tuple(eos_token_ids))
         self._process.send_vocabulary(*self._vocabulary)
 
+    def set_log_level(self, level: str) -> None:
+        """Of this engine and of every one after it."""
+        if level != self._config.log_level:
+            self._config = dataclasses.replace(self._config, log_level=level)
+            self._process.send_log_level(level)
+
     def look(self) -> None:
         now = time.monotonic()
         if self._ready_at is None and self._board.ready_pid == self._process.pid:

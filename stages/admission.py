@@ -18,7 +18,7 @@ import zmq
 from deepinfer.stages import client_port, messages
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
-from deepinfer.stages.client_streams import ClientStreams
+from deepinfer.stages.client_streams import RETRY_SECONDS, ClientStreams
 from deepinfer.stages.curve import Curve
 from deepinfer.stages.engine_life import EngineLife
 from deepinfer.stages.engine_port import EngineAddresses, EnginePort
@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_MESSAGES_PER_TURN = 64
 CLIENT_SECONDS_PER_TURN = 0.02
-RETRY_BLOCKED_MS = 5
 IDLE_MS = 200
 GOODBYE_SECONDS = 0.3
 
@@ -263,6 +262,6 @@ class AdmissionStage(Stage):
 
     def poll_timeout_ms(self) -> int:
         if self._streams.blocked:
-            return RETRY_BLOCKED_MS
+            return int(RETRY_SECONDS * 1000)
         deadline = self.table.seconds_to_deadline()
         return IDLE_MS if deadline is None else max(0, min(IDLE_MS, int(deadline * 1000) + 1))

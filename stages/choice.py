@@ -17,6 +17,8 @@ class PendingToken:
         self.ids = ids
         self.index = index
         self.logprobs = [] if logprob is None else [logprob]
+        self.size = _size(ids, logprob)
+        """What it takes of the memory, by the weight of one likely token that is told: a token itself has four."""
 
     @property
     def text(self) -> str:
@@ -25,8 +27,13 @@ class PendingToken:
     def join(self, text: str, ids: list[int], logprob: TokenLogprob | None) -> None:
         self._parts.append(text)
         self.ids.extend(ids)
+        self.size += _size(ids, logprob)
         if logprob is not None:
             self.logprobs.append(logprob)
+
+
+def _size(ids: list[int], logprob: TokenLogprob | None) -> int:
+    return 4 * len(ids) + (0 if logprob is None else len(logprob.top))
 
 
 class Choice:

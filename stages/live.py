@@ -233,9 +233,9 @@ class LiveRequest:
         return self.over and self._unsent is None and not self._pending
 
     @property
-    def pending_ids(self) -> int:
-        """Tokens whose events have not been encoded."""
-        return sum(len(event.ids) for event in self._pending if isinstance(event, PendingToken))
+    def pending_size(self) -> int:
+        """Of the tokens whose events have not been encoded; see `PendingToken.size`."""
+        return sum(event.size for event in self._pending if isinstance(event, PendingToken))
 
     def _encode_token(self, event: PendingToken) -> bytes:
         if event.choice.waiting is event:

@@ -106,7 +106,7 @@ class Cycle:
             return self._wait(lambda: self._victim(launch) is not None or launch.over(), START_SECONDS) and (
                 self._sleep(self._plan.delay * self._load_seconds, launch)
             )
-        if not self._wait(lambda: self._site.ready or launch.over(), START_SECONDS) or launch.over():
+        if not self._wait(lambda: launch.ready() or launch.over(), START_SECONDS) or launch.over():
             self._fault("every start works", f"it did not become ready: {self._site.last_words()}")
             return False
         if self._plan.detach:
@@ -117,8 +117,12 @@ class Cycle:
         return self._reach_load(launch)
 
     def _reach_load(self, launch: Launch) -> bool:
-        self._client = Client(self._site.folder / "daemon.json")
-        load = self._load = Load(self._client, self._config, self._plan.number)
+        try:
+            self._client = Client(self._site.folder / "daemon.json")
+            load = self._load = Load(self._client, self._config, self._plan.number)
+        except DeepInferError as error:
+            self._fault("every start works", f"it answers nobody: {error}")
+            return False
         wished = 1 + int(self._plan.delay * self._config.streams * self._config.new_tokens / 4)
         wait_swap = self._plan.moment == "swap"
         self._wait(lambda: load.over() or (load.preempted if wait_swap else load.tokens >= wished), MOMENT_SECONDS)
@@ -176,6 +180,8 @@ class Cycle:
 
     def _finish(self, launch: Launch) -> None:
         """Until the front has ended; one that has no reason to end is told to."""
+        if self._faults:  # It was never struck.
+            self._site.kill_all()
         bound = self._config.end_s + self._config.drain_s
         if self._load is not None and not self._load.wait(bound):
             self._fault("every stream ends", f"{len(self._load.ends)} ended within {bound:.0f} s")
@@ -193,7 +199,7 @@ class Cycle:
                 self._fault("every daemon ends", f"`stop` ended with {code}: {words}: {self._site.last_words()}")
             return
         # While it loads it may be about to end by itself, or go on as if nothing had been.
-        self._wait(lambda: launch.over() or self._site.ready, bound)
+        self._wait(lambda: launch.over() or launch.ready(), bound)
         front = launch.front()
         if front is not None and not launch.over():
             front.terminate()

@@ -61,7 +61,7 @@ class CyclesRun:
             **judged([Check(name, failures) for name, failures in self._failures.items()]),
             "seed": self._config.seed,
             "cycles": len(self._seen),
-            "kinds": dict(Counter(f"{seen.plan.blow} of the {seen.plan.victim}, {seen.plan.moment}" for seen in self._seen)),
+            "kinds": dict(Counter(seen.plan.kind for seen in self._seen)),
             "start_s": self._spread([seen.start_seconds for seen in self._seen if seen.start_seconds is not None]),
             "end_s": self._spread([seen.end_seconds for seen in self._seen]),
             "descriptors": self._descriptors[-1:],

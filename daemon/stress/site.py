@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -92,9 +93,12 @@ class Site:
     def locked(self) -> bool:
         return is_locked(self.folder)
 
-    @property
-    def ready(self) -> bool:
-        return (self.folder / CONNECTION_FILE).exists()
+    def ready(self, front: psutil.Process | None) -> bool:
+        """Whether this front says so, and not one before it that was killed."""
+        try:
+            return front is not None and json.loads((self.folder / CONNECTION_FILE).read_text())["pid"] == front.pid
+        except FileNotFoundError:
+            return False
 
     def last_words(self) -> str:
         logs = [path for path in (self._log, self.folder / LOG_FILE) if path.exists()]
@@ -128,6 +132,9 @@ class Launch:
             children = _children(self.process.pid)
             self._front = children[0] if children else None
         return self._front
+
+    def ready(self) -> bool:
+        return self._site.ready(self.front())
 
     def engine(self) -> psutil.Process | None:
         front = self.front()

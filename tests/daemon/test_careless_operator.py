@@ -111,6 +111,15 @@ def test_a_value_that_no_client_could_be_told_is_refused(name, value, words):
     DaemonConfig(max_queue=2**53 - 1, max_frame_bytes=2**31 - 1, model="é").check()
 
 
+@pytest.mark.parametrize("options", [[], ["--detach"]], ids=["in the foreground", "detached"])
+def test_a_runtime_folder_with_too_long_a_path_is_not_even_made(tmp_path, options):
+    folder = tmp_path / ("x" * 100)
+    result = invoke("start", "--runtime-dir", str(folder), *options)
+    assert result.exit_code == 78
+    assert "107" in result.output
+    assert not folder.exists()
+
+
 def test_a_runtime_folder_whose_name_is_no_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"runtime_dir is .*must be UTF-8"):
         two_processes(tmp_path / os.fsdecode(b"\xff"))

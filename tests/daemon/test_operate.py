@@ -117,6 +117,13 @@ def test_the_log_is_json_lines_and_holds_no_prompt_unless_asked(operated):
         until(lambda: client.complete(SECRET, max_new_tokens=2) and SECRET in log.read_text())
 
 
+def logged(daemon: Daemon) -> set[tuple[str, str]]:
+    """Process and message of every whole line of its log."""
+    lines = daemon.log.read_text().splitlines(keepends=True)
+    entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+    return {(entry["process"], entry["message"]) for entry in entries}
+
+
 def test_reload_takes_over_what_may_change_and_names_what_needs_a_restart(operated):
     daemon, path = operated.daemon, operated.settings
     with Client(operated.folder) as client:
@@ -129,6 +136,7 @@ def test_reload_takes_over_what_may_change_and_names_what_needs_a_restart(operat
         assert "num_blocks has changed, which needs a restart" in told.stdout
         assert "max_prompt_chars" not in told.stdout, "the flag still counts"
         until(lambda: daemon.connection["limits"]["max_stops"] == 1)
+        until(lambda: ("engine", "log_level is now info") in logged(daemon))
         assert client.status()["limits"]["max_stops"] == 1
         with pytest.raises(DeepInferError) as refused:
             client.complete("x", stop=["a", "b"], max_new_tokens=1)

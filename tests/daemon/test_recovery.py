@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,8 +14,11 @@ from daemon_process import Daemon, nothing_left, running
 
 from deepinfer.clients import Client, DeepInferError, Preempted, Resumed, Token
 from deepinfer.daemon.commands import EXIT_HUNG, EXIT_READY, show_status
+from deepinfer.daemon.config import DaemonConfig
 from deepinfer.daemon.engine import Engine
-from deepinfer.daemon.supervisor import RestartBudget
+from deepinfer.daemon.supervisor import RestartBudget, Supervisor
+from deepinfer.daemon.topology import one_process
+from deepinfer.stages.board import StatusBoard
 
 PROMPT = "The quick brown fox"
 QUESTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -190,6 +194,41 @@ def test_a_stopped_engine_is_named_then_killed_and_replaced_and_another_one_ends
         daemon.process.wait()
         psutil.wait_procs([second], timeout=5)
         assert not second.is_running()
+
+
+def test_an_engine_that_is_started_later_has_the_log_level_of_the_last_reload(monkeypatch, tmp_path):
+    started, told = [], []
+    fake = SimpleNamespace(
+        pid=1,
+        ended=lambda: 1,
+        death=lambda: "dead",
+        running=list,
+        end=lambda: None,
+        send_log_level=told.append,
+    )
+    monkeypatch.setattr("deepinfer.daemon.supervisor.EngineProcess", lambda config, _: started.append(config) or fake)
+    board = StatusBoard({})
+    board.summary = {"num_blocks": 8}
+    board.ready_pid = fake.pid
+    supervisor = Supervisor(DaemonConfig(), tmp_path, one_process(), board, lambda message: None)
+    for level in ("info", "debug", "debug"):
+        supervisor.set_log_level(level)
+    supervisor.look()
+    assert told == ["debug"]
+    assert [config.log_level for config in started] == ["info", "debug"]
+
+
+def test_an_engine_that_is_stopped_before_it_could_do_anything_ends_with_its_front(tiny_path, folder):
+    daemon = Daemon(tiny_path, folder)
+    wait_for(daemon.children, "the engine")
+    engine = engine_of(daemon)
+    engine.suspend()
+    daemon.process.kill()
+    daemon.process.wait()
+    _, alive = psutil.wait_procs([engine], timeout=5)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 def test_a_row_of_restarts_ends_with_a_token_or_after_a_long_life():

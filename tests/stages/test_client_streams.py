@@ -1,0 +1,160 @@
+"""What waits for clients that do not read: it is joined, bounded, and asks for little of the turn of everyone else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgpack
+import pytest
+
+from deepinfer.stages.board import StatusBoard
+from deepinfer.stages.client_port import Delivery
+from deepinfer.stages.client_streams import MAX_PENDING_SIZE, RETRY_SECONDS, ClientStreams
+from deepinfer.stages.intake import Capacity, Intake
+from deepinfer.stages.live import LiveRequest, Route
+from deepinfer.stages.live_table import LiveTable
+from deepinfer.stages.messages import Finished, TokenItem, Tokens
+from deepinfer.stages.model import load_tokenizer
+from deepinfer.stages.protocol_requests import Generate
+from deepinfer.stages.telemetry import Telemetry
+
+CAPACITY = Capacity(context=512, num_blocks=4096, block_size=16, vocab_size=264)
+TOP = tuple((number, -1.0) for number in range(20))
+
+
+class FakeEngine:
+    """Takes everything and says nothing."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[int] = []
+
+    def submit(self, live: LiveRequest) -> None:
+        for choice in live.choices:
+            choice.submitted = True
+
+    def moved(self, rid: int) -> None: ...
+
+    def cancel(self, choices: Any, reason: str) -> list[Any]:
+        self.cancelled += [choice.rid for choice in choices]
+        return []
+
+
+class Post:
+    """Clients by name; those in `full` do not read."""
+
+    def __init__(self, intake: Intake) -> None:
+        self.full: set[bytes] = set()
+        self.tries: Counter[bytes] = Counter()
+        self.read: dict[bytes, list[dict[str, Any]]] = {}
+        self.table, self.engine = LiveTable(), FakeEngine()
+        self.streams = ClientStreams(self.table, self.engine, StatusBoard({}), Telemetry(), self._send)  # type: ignore[arg-type]
+        self._intake = intake
+        self._now = 0.0
+
+    def _send(self, frames: list[bytes]) -> Delivery:
+        client, payload = frames
+        self.tries[client] += 1
+        if client in self.full:
+            return Delivery.FULL
+        self.read.setdefault(client, []).append(msgpack.unpackb(payload))
+        return Delivery.SENT
+
+    def ask(self, client: bytes, rid: int) -> None:
+        op = Generate(id=rid, prompt="x", max_new_tokens=500, ignore_eos=True)
+        self.streams.open(self._intake.live_request(rid, Route(client, False), op, CAPACITY), None)
+
+    def tokens(self, rids: Any, index: int, top: Any = ()) -> None:
+        logprob = -1.0 if top else None
+        self.streams.on_tokens(Tokens(items=[TokenItem(rid, 5, index, logprob, top) for rid in rids]))
+
+    def turn(self) -> None:
+        self._now += RETRY_SECONDS
+        self.streams.retry(self._now)
+
+    def of(self, client: bytes, rid: int) -> list[dict[str, Any]]:
+        return [event for event in self.read.get(client, []) if event["id"] == rid]
+
+
+@pytest.fixture(scope="module")
+def intake(tiny_path):
+    return Intake(load_tokenizer(tiny_path), "m")
+
+
+def test_what_waits_is_joined_and_comes_in_order_when_the_client_reads_again(intake):
+    post = Post(intake)
+    post.ask(b"slow", 1)
+    post.full.add(b"slow")
+    for index in range(50):
+        post.tokens([1], index)
+        post.turn()
+    post.full.clear()
+    post.streams.on_finished(Finished(rid=1, reason="length"))
+    post.turn()
+    events = post.of(b"slow", 1)
+    assert [event["seq"] for event in events] == list(range(len(events)))
+    assert len(events) <= 4
+    assert [id for event in events for id in event.get("ids", ())] == [5] * 50
+    assert events[-1]["event"] == "done"
+    assert len(post.table) == post.streams.blocked == 0
+
+
+def test_a_client_that_reads_nothing_costs_one_try_a_turn_however_many_streams_it_has(intake):
+    post = Post(intake)
+    post.full.add(b"deaf")
+    for rid in range(1, 1001):
+        post.ask(b"deaf", rid)
+    post.ask(b"other", 2000)
+    post.turn()
+    post.tries.clear()
+    for index in range(4):
+        post.tokens(range(1, 1001), index)
+        post.tokens([2000], index)
+        post.turn()
+    assert post.tries[b"deaf"] == 4
+    assert len(post.of(b"other", 2000)) == 5
+    assert post.streams.blocked == 1000
+
+
+@pytest.mark.parametrize("top", [(), TOP], ids=["plain", "with 20 likely ones"])
+def test_past_the_bound_streams_end_those_with_most_first_and_others_do_not(intake, top):
+    post = Post(intake)
+    post.ask(b"deaf", 1)
+    post.ask(b"deaf", 2)
+    post.ask(b"other", 3)
+    post.full.add(b"deaf")
+    bound = MAX_PENDING_SIZE // (4 + len(top))
+    post.tokens([2, 3], 0, top)
+    for index in range(bound - 1):
+        post.tokens([1, 3] if index else [1], index, top)
+    post.turn()
+    assert post.engine.cancelled == []
+    for index in range(bound - 1, bound + 2):
+        post.tokens([1], index, top)
+    post.turn()
+    assert post.engine.cancelled == [1]
+    post.full.clear()
+    post.turn()
+    assert post.of(b"deaf", 1)[-1]["code"] == "slow_consumer"
+    assert post.of(b"deaf", 2)[-1]["event"] == "token"
+    assert post.of(b"other", 3)[-1]["event"] == "token"
+
+
+def test_what_finished_streams_left_unread_counts_against_the_bound(intake):
+    post = Post(intake)
+    post.full.add(b"deaf")
+    each = MAX_PENDING_SIZE // 4 // 8
+    for rid in range(1, 9):
+        post.ask(b"deaf", rid)
+        for index in range(each):
+            post.tokens([rid], index)
+        post.streams.on_finished(Finished(rid=rid, reason="length"))
+        post.turn()
+    post.ask(b"deaf", 9)
+    post.turn()
+    assert post.engine.cancelled == []
+    post.tokens([9], 0)
+    post.turn()
+    post.tokens([9], 1)
+    post.turn()
+    assert post.engine.cancelled == [9]
