@@ -213,7 +213,8 @@ class Cycle:
         code = launch.exit_code()
         if code is not None and code not in self._allowed_codes():
             self._fault("exit codes are as documented", f"{code}: {self._site.last_words()}")
-        if self._site.locked():
+        # One that is just ending gives up its memory, by which we know it, a moment before its files.
+        if not self._wait(lambda: not self._site.locked(), ORPHAN_SECONDS):
             self._fault("nobody holds the lock", "somebody does")
         crashed = self._plan.crash or (code is not None and code < 0)
         if not crashed and self._site.folder.exists() and (files := self._site.files()):

@@ -1,6 +1,7 @@
 """Tokenizer, chat template and generation defaults of a checkpoint, for a process that needs nothing else.
 
-A folder goes through AutoTokenizer. A GGUF file's vocabulary is converted by transformers once, which takes
+A folder goes through AutoTokenizer, which imports torch, unless it names the class that is behind everything in
+tokenizer.json: then through that one, which does not. A GGUF file's vocabulary is converted by transformers once, which takes
 seconds, and then comes from the user's cache without torch being imported.
 """
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -107,12 +109,25 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 def _from_folder(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).exists() for name in _VOCABULARIES):
         raise CheckpointError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}")
-    from transformers import AutoTokenizer
-
     try:
+        if _is_generic(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether AutoTokenizer would take the generic class too."""
+    settings = folder / "tokenizer_config.json"
+    if not (folder / "tokenizer.json").exists() or not settings.exists():
+        return False
+    named = read_json(settings)
+    return named.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in named
 
 
 def _folder_facts(folder: Path) -> TokenizerFacts:

@@ -143,10 +143,20 @@ def test_padding_entries_at_the_end_of_a_vocabulary_are_no_valid_ids(
     assert valid([]) is None
 
 
-def test_a_process_that_only_tokenises_never_imports_torch(smollm2_path: Path, tmp_path: Path) -> None:
+def test_a_folder_that_names_the_generic_class_is_read_as_autotokenizer_reads_it(tiny_path: Path) -> None:
+    ours, theirs = load_tokenizer(tiny_path), AutoTokenizer.from_pretrained(str(tiny_path))
+    assert type(ours._inner) is type(theirs)
+    assert ours.vocabulary() == theirs.get_vocab()
+    assert ours.render_chat(CHAT) == theirs.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_a_process_that_only_tokenises_never_imports_torch(smollm2_path: Path, tiny_path: Path, tmp_path: Path) -> None:
     script = (
-        "import sys; from deepinfer.stages.model import load_tokenizer, resolve_model;"
-        f"t = load_tokenizer({str(smollm2_path)!r}); t.encode_chat([{{'role': 'user', 'content': 'x'}}]);"
+        "import sys; from deepinfer.stages.model import load_tokenizer, resolve_model\n"
+        f"for path in ({str(smollm2_path)!r}, {str(tiny_path)!r}):\n"
+        "    load_tokenizer(path).encode_chat([{'role': 'user', 'content': 'x'}])\n"
         "print('torch' in sys.modules)"
     )
     for expected in (None, "False"):
