@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from deepinfer.daemon.bench.conditions import conditions
+from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.stress.checks import Check
 
 SHOWN_FAILURES = 10
@@ -32,7 +32,5 @@ def conclude(report: dict[str, Any], config: Any, output: Path | None) -> int:
         click.echo(f"{'ok' if check['passed'] else 'FAILED'}: {check['name']}")
         for line in check["failures"][:SHOWN_FAILURES]:
             click.echo(f"    {line}")
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({**conditions(), "config": vars(config), **report}, indent=1) + "\n")
+    write_json({**conditions(), "config": vars(config), **report}, output)
     return 0 if report["passed"] else 1

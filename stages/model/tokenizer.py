@@ -1,8 +1,8 @@
 """Tokenizer, chat template and generation defaults of a checkpoint, for a process that needs nothing else.
 
 A folder goes through AutoTokenizer, which imports torch, unless it names the class that is behind everything in
-tokenizer.json: then through that one, which does not. A GGUF file's vocabulary is converted by transformers once, which takes
-seconds, and then comes from the user's cache without torch being imported.
+tokenizer.json: then through that one, which does not. A GGUF file's vocabulary is converted by transformers once, which
+takes seconds, and then comes from the user's cache without torch being imported.
 """
 
 from __future__ import annotations
