@@ -139,6 +139,8 @@ def sampling_options(command: Callable) -> Callable:
             click.option("--top-p", type=float),
             click.option("--min-p", type=float),
             click.option("--repetition-penalty", type=float),
+            click.option("--presence-penalty", type=float),
+            click.option("--frequency-penalty", type=float),
             click.option("--seed", type=int),
             click.option("--stop", multiple=True, help="Stop string; may be repeated."),
             click.option("--ignore-eos", is_flag=True, default=None),
@@ -154,14 +156,16 @@ def sampling_options(command: Callable) -> Callable:
 
 
 @main.command()
-@click.argument("prompt")
+@click.argument("prompt", required=False)
+@click.option("--n", type=click.IntRange(1), help="Answers, each with a seed of its own.")
+@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON, when it is complete.")
 @sampling_options
 @where_options
-def generate(prompt: str, where: Any, **fields: Any) -> None:
-    """Continue PROMPT as plain text, streamed."""
-    from deepinfer.daemon.commands import stream_answer
+def generate(where: Any, prompt: str | None = None, as_json: bool = False, **fields: Any) -> None:
+    """Continue PROMPT as plain text, streamed. Without PROMPT, or with -, it is read from standard input."""
+    from deepinfer.daemon.talk import prompt_of, stream_answer
 
-    sys.exit(stream_answer(where, {"prompt": prompt, **_plain(fields)}))
+    sys.exit(stream_answer(where, {"prompt": prompt_of(prompt), **_plain(fields)}, as_json))
 
 
 @main.command()
@@ -170,8 +174,8 @@ def generate(prompt: str, where: Any, **fields: Any) -> None:
 @sampling_options
 @where_options
 def chat(where: Any, message: str | None = None, system: str | None = None, **fields: Any) -> None:
-    """Talk to the model; with MESSAGE, one answer and out."""
-    from deepinfer.daemon.commands import chat_loop
+    """Talk to the model; with MESSAGE, one answer and out. /help inside lists what there is besides."""
+    from deepinfer.daemon.talk import chat_loop
 
     sys.exit(chat_loop(where, message, system, _plain(fields)))
 

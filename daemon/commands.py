@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import psutil
 import zmq
 from rich.table import Table
 
-from deepinfer.clients import Client, DeepInferError
 from deepinfer.clients.discovery import Connection, read_connection
 from deepinfer.clients.errors import NoDaemonError
 from deepinfer.clients.keys import use_keys
@@ -173,67 +171,3 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def stream_answer(where: Path | Connection, fields: dict[str, Any]) -> int:
-    """Print one answer as it comes, then what it took."""
-    try:
-        with _client(where) as client:
-            _print_stream(client, fields)
-    except (NoDaemon, DeepInferError) as error:
-        click.secho(f"error: {error}", err=True, fg="red")
-        return error.code if isinstance(error, NoDaemon) else EXIT_FAILED
-    return EXIT_READY
-
-
-def chat_loop(where: Path | Connection, message: str | None, system: str | None, fields: dict[str, Any]) -> int:
-    history = [{"role": "system", "content": system}] if system else []
-    if message is not None:
-        history.append({"role": "user", "content": message})
-        return stream_answer(where, {"messages": history, **fields})
-    try:
-        with _client(where) as client:
-            click.echo("Ctrl-D ends the talk.", err=True)
-            while (line := _ask()) is not None:
-                history.append({"role": "user", "content": line})
-                answer = _print_stream(client, {"messages": history, **fields})
-                history.append({"role": "assistant", "content": answer})
-    except (NoDaemon, DeepInferError) as error:
-        click.secho(f"error: {error}", err=True, fg="red")
-        return error.code if isinstance(error, NoDaemon) else EXIT_FAILED
-    return EXIT_READY
-
-
-def _ask() -> str | None:
-    try:
-        return input("> ")
-    except EOFError:
-        return None
-
-
-def _client(where: Path | Connection) -> Client:
-    if isinstance(where, Path):
-        connection(where)
-    return Client(where)
-
-
-def _print_stream(client: Client, fields: dict[str, Any]) -> str:
-    stream = client.generate(**fields)
-    try:
-        for event in stream:
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        stream.cancel()
-    result = stream.result()
-    sys.stdout.write("\n")
-    usage, timings = result.usage, result.timings
-    steps = usage["completion_tokens"] - 1
-    speed = f"{steps / timings['decode_s']:.1f} tokens/s, " if steps > 0 and timings["decode_s"] > 0 else ""
-    click.secho(
-        f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {speed}first token after "
-        f"{timings['ttft_s'] * 1000:.0f} ms, {result.finish_reason}",
-        err=True,
-        dim=True,
-    )
-    return result.text
