@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import zmq
 
-ASK_SECONDS = 0.002
+ASK_MS = 2
 """Between an answer of the control socket and the next question."""
 ANSWER_MS = 30_000
 END_SECONDS = 60.0
@@ -50,9 +50,10 @@ def ask_control(context: zmq.Context, endpoint: str) -> list[float]:
     """Seconds that each answer to `status` took."""
     socket = context.socket(zmq.REQ)
     socket.connect(endpoint)
-    question, seconds = msgpack.packb({"v": 1, "op": "status"}), []
+    question = msgpack.packb({"v": 1, "op": "status"})
+    seconds: list[float] = []
     _begun()
-    while not _told_to_end(ASK_SECONDS):
+    while not _told_to_end(ASK_MS):
         began = time.perf_counter()
         socket.send(question)
         if not socket.poll(ANSWER_MS):
@@ -103,11 +104,11 @@ def _begun() -> None:
     print("begun", flush=True)
 
 
-def _told_to_end(seconds: float) -> bool:
+def _told_to_end(milliseconds: int) -> bool:
     """Standard input has ended; waits at most so long for it."""
     poller = zmq.Poller()
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
-    return bool(poller.poll(seconds * 1000))
+    return bool(poller.poll(milliseconds))
 
 
 ROLES = {

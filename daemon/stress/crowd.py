@@ -14,6 +14,8 @@ from deepinfer.clients.wire import pack_request, unpack_event
 
 PING_ID = "last"
 POLL_MS = 50
+Key = tuple[int, int | str]
+"""A connection and a request's id."""
 
 
 class Crowd:
@@ -25,8 +27,8 @@ class Crowd:
         self.wrong: list[str] = []
         self.gaps: list[float] = []
         self.tokens = 0
-        self._open: dict[tuple[int, int], StreamState] = {}
-        self._last: dict[tuple[int, int], float] = {}
+        self._open: dict[Key, StreamState] = {}
+        self._last: dict[Key, float] = {}
         self._sockets = [_dealer(context, endpoint) for _ in range(connections)]
         self._place = {socket: place for place, socket in enumerate(self._sockets)}
         self._poller = zmq.Poller()
@@ -63,7 +65,7 @@ class Crowd:
         return bool(ready)
 
     def _take(self, place: int, event: dict[str, Any]) -> None:
-        key = (place, event.get("id"))
+        key: Key = (place, event.get("id", ""))
         state = self._open.get(key)
         if state is None:
             self.wrong.append(f"{event['event']} of request {key[1]} after its end")
@@ -79,14 +81,14 @@ class Crowd:
         if state.ended:
             self._end(key, state.completion().finish_reason)
 
-    def _note_token(self, key: tuple[int, int], event: dict[str, Any]) -> None:
+    def _note_token(self, key: Key, event: dict[str, Any]) -> None:
         now = time.perf_counter()
         if key in self._last:
             self.gaps.append(now - self._last[key])
         self._last[key] = now
         self.tokens += len(event["ids"])
 
-    def _end(self, key: tuple[int, int], how: str) -> None:
+    def _end(self, key: Key, how: str) -> None:
         self.ends[how] += 1
         del self._open[key]
         self._last.pop(key, None)
@@ -95,7 +97,7 @@ class Crowd:
         """A ping on every connection: its reply comes after everything that was sent before it."""
         for place, socket in enumerate(self._sockets):
             socket.send_multipart(pack_request("ping", PING_ID, {}))
-            while socket.poll(patience * 1000):
+            while socket.poll(int(patience * 1000)):
                 event = unpack_event(socket.recv_multipart())
                 if event.get("id") == PING_ID:
                     break

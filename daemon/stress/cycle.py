@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import psutil
 
-from deepinfer.clients import Client, DeepInferError, Preempted, Token
+from deepinfer.clients import Client, DeepInferError, Preempted, Stream, Token
 from deepinfer.daemon.commands import EXIT_READY, stop_daemon
 from deepinfer.daemon.stress.cycle_plan import Plan
 from deepinfer.daemon.stress.cycles_config import CyclesConfig
@@ -40,19 +41,21 @@ class Load:
         self.tokens = self.preempted = 0
         self.ends: list[str] = []
         self._lock = threading.Lock()
-        fields = {"max_new_tokens": config.new_tokens, "ignore_eos": True}
-        streams = [client.generate(f"{number} {place} is the number", **fields) for place in range(config.streams)]
+        streams = [
+            client.generate(f"{number} {place} is the number", max_new_tokens=config.new_tokens, ignore_eos=True)
+            for place in range(config.streams)
+        ]
         self._threads = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in streams]
         for thread in self._threads:
             thread.start()
 
-    def _read(self, stream: object) -> None:
+    def _read(self, stream: Stream) -> None:
         try:
-            for event in stream:  # type: ignore[attr-defined]
+            for event in stream:
                 with self._lock:
                     self.tokens += isinstance(event, Token)
                     self.preempted += isinstance(event, Preempted)
-            end = stream.result().finish_reason  # type: ignore[attr-defined]
+            end = stream.result().finish_reason
         except DeepInferError as error:
             end = error.code
         with self._lock:
@@ -135,9 +138,9 @@ class Cycle:
     def _victim(self, launch: Launch) -> psutil.Process | None:
         return launch.front() if self._plan.victim == "front" else launch.engine()
 
-    def _wait(self, condition: object, seconds: float) -> bool:
+    def _wait(self, condition: Callable[[], object], seconds: float) -> bool:
         give_up = time.monotonic() + seconds
-        while not condition():  # type: ignore[operator]
+        while not condition():
             if time.monotonic() > give_up:
                 return False
             time.sleep(POLL_SECONDS)

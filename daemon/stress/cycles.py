@@ -110,5 +110,6 @@ def stress_cycles(config: CyclesConfig) -> dict[str, Any]:
 def run_cycles(config: CyclesConfig, output: Path | None) -> int:
     """Prints the report; returns the exit code: 1 when a check failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the daemon is ended, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # In the background it is ignored, by children too.
     click.echo(f"seed {config.seed}; one cycle again: --seed {config.seed} --first NUMBER --cycles 1", err=True)
     return conclude(stress_cycles(config), config, output)

@@ -48,6 +48,6 @@ def save_tiny_llama(folder: Path, head_dim: int = 16) -> Path:
 
 def save_whole(model: PreTrainedModel, folder: Path) -> Path:
     """A checkpoint with its tokenizer."""
-    model.to(torch.float32).save_pretrained(folder)
+    model.float().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
