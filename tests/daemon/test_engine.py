@@ -93,6 +93,32 @@ def test_a_swap_at_any_token_changes_nothing(tiny_path, kv_format):
         settled(engine)
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "block_size", "prefix_cache"),
+    [(name, size, (i + k) % 2 == 0) for i, name in enumerate(FORMATS) for k, size in enumerate((8, 16, 32))],
+)
+def test_a_swap_before_every_single_token_changes_nothing(tiny_path, kv_format, block_size, prefix_cache):
+    """Out and back as often as it says something, over more than one boundary of the largest blocks."""
+    fields = {"max_new_tokens": 42, "ignore_eos": True, "logprobs": 1}
+    settings = {"block_size": block_size, "prefix_cache": prefix_cache, "num_blocks": 256 // block_size, "threads": 1}
+    with Engine(tiny_path, kv_cache_dtype=kv_format, batch_invariant=True, **settings) as engine:
+        prompt = PROMPT + PROMPT
+        alone = engine.complete(prompt, **fields)
+        last: dict[int, int] = {}
+
+        def when(entry: Any) -> bool:
+            due = entry.yielded > 0 and last.get(entry.rid) != entry.length
+            last[entry.rid] = entry.length
+            return due
+
+        swapped = force_swaps(engine, when)
+        answer = engine.complete(prompt, **fields)
+        assert (answer.ids, answer.logprobs) == (alone.ids, alone.logprobs)
+        assert len(swapped) == answer.preemptions == 41
+        assert (answer.usage["cached_tokens"] > 0) == prefix_cache
+        settled(engine)
+
+
 def test_a_swap_that_loses_its_payload_bytes_is_seen(tiny_path):
     """The control arm of the test above: with a copy that does nothing, the ids change."""
     fields = {"max_new_tokens": 24, "ignore_eos": True}
