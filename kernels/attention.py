@@ -28,6 +28,11 @@ class AttentionSpec:
     `key_bias` is None, or per layer None or b, fp32 [num_kv_heads * head_dim], contiguous. Where there is a b, the
     keys in `qkv` come without it: they are stored as RoPE(Wx), and RoPE(b, position) is added to each decoded key
     when it is read. RoPE is linear, so a query sees RoPE(Wx + b), but for what the format rounds off Wx alone.
+
+    `soft_cap` > 0 makes cap * tanh(s / cap) of every scaled score s, before any is masked.
+
+    `rope_tables` is None where all layers rotate by the same tables, or says per layer which of the stacked tables it
+    takes; None: nothing is rotated there (NoPE).
     """
 
     num_layers: int
@@ -39,6 +44,8 @@ class AttentionSpec:
     rms_norm_eps: float = 1e-6
     qk_norm: tuple[tuple[Tensor, Tensor], ...] | None = None
     key_bias: tuple[Tensor | None, ...] | None = None
+    soft_cap: float = 0.0
+    rope_tables: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -51,6 +58,8 @@ class AttentionSpec:
             raise ValueError(f"{len(self.qk_norm)} q/k norms for {self.num_layers} layers")
         if self.key_bias is not None:
             self._check_key_bias(self.key_bias)
+        if self.rope_tables is not None and len(self.rope_tables) != self.num_layers:
+            raise ValueError(f"{len(self.rope_tables)} choices of RoPE tables for {self.num_layers} layers")
 
     def _check_key_bias(self, biases: tuple[Tensor | None, ...]) -> None:
         if self.qk_norm is not None:
@@ -61,6 +70,8 @@ class AttentionSpec:
         for layer, bias in enumerate(biases):
             if bias is None:
                 continue
+            if self.rope_tables is not None and self.rope_tables[layer] is None:
+                raise ValueError(f"layer {layer} does not rotate its keys: a bias cannot be added when they are read")
             if bias.shape != (width,) or bias.dtype != torch.float32 or not bias.is_contiguous():
                 raise ValueError(
                     f"the key bias of layer {layer} must be contiguous fp32 [{width}], "
@@ -71,6 +82,16 @@ class AttentionSpec:
         """fp32 [num_kv_heads, head_dim] to add when keys of `layer` are read, or None."""
         bias = None if self.key_bias is None else self.key_bias[layer]
         return None if bias is None else bias.view(self.num_kv_heads, self.head_dim)
+
+    def tables_of(self, layer: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The RoPE tables [positions, head_dim / 2] of `layer` among `cos` and `sin`, which are stacked if there are
+        several; None where nothing is rotated. Views."""
+        if self.rope_tables is None:
+            return cos, sin
+        table = self.rope_tables[layer]
+        if table is None:
+            return None
+        return (cos, sin) if cos.dim() == 2 else (cos[table], sin[table])
 
 
 class PagedAttention(Protocol):
@@ -120,7 +141,8 @@ def make_attention(
     Args:
         backend: "numba" (fused, the CPU's "auto") or "reference" (plain torch, slow).
         pool: uint8 [num_blocks, layout.block_bytes], contiguous.
-        cos, sin: fp32 [max_positions, head_dim / 2], RoPE tables for the half-split form.
+        cos, sin: fp32 [max_positions, head_dim / 2], RoPE tables for the half-split form, or several of them stacked,
+            as `spec.rope_tables` names them.
         batch_invariant: a row's output is bit-equal alone, in a batch and in any chunking. The numba path
             always is.
 
@@ -133,6 +155,9 @@ def make_attention(
     half = spec.head_dim // 2
     if cos.shape != sin.shape or cos.shape[-1] != half or cos.dtype != torch.float32:
         raise ValueError(f"RoPE tables must be fp32 [positions, {half}], not {cos.dtype} {tuple(cos.shape)}")
+    tables = 1 + max((table for table in spec.rope_tables or () if table is not None), default=0)
+    if cos.dim() != (2 if tables == 1 else 3) or (tables > 1 and len(cos) != tables):
+        raise ValueError(f"the layers need {tables} RoPE tables [positions, {half}], not {tuple(cos.shape)}")
     if backend == "reference":
         from deepinfer.kernels.reference_attention import ReferenceAttention
 

@@ -60,7 +60,19 @@ class Ops(Protocol):
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
 
+    def add_normed(
+        self, residual: Tensor, delta: Tensor, delta_weight: Tensor, weight: Tensor | None, eps: float, out: Tensor
+    ) -> None: ...
+
+    def projection_norm(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None: ...
+
+    def narrow(self, x: Tensor, out: Tensor) -> None: ...
+
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+
+    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+
+    def soft_cap(self, values: Tensor, cap: float) -> None: ...
 
     def dense(
         self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
@@ -121,7 +133,12 @@ class CpuOps:
 
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    add_normed = staticmethod(elementwise.add_normed)
+    projection_norm = staticmethod(elementwise.projection_norm)
+    narrow = staticmethod(elementwise.narrow)
     silu_mul = staticmethod(elementwise.silu_mul)
+    gelu_mul = staticmethod(elementwise.gelu_mul)
+    soft_cap = staticmethod(elementwise.soft_cap)
     attention = staticmethod(make_attention)
 
     def synchronize(self) -> None:

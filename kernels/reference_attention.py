@@ -39,7 +39,7 @@ class ReferenceAttention(EncoderCounts):
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
         refuse_recording("the reference attention")
-        batch.check(self._layout.block_size, len(self._pool), len(self._cos))
+        batch.check(self._layout.block_size, len(self._pool), self._cos.shape[-2])
         q, k, v = self._project(layer, qkv, torch.from_numpy(batch.positions).long())
         self._store(layer, k, v, batch)
         for first, end in batch.row_tiles(self._rows_at_once).tolist():
@@ -53,7 +53,10 @@ class ReferenceAttention(EncoderCounts):
         if spec.qk_norm is not None:
             q_weight, k_weight = spec.qk_norm[layer]
             q, k = _rms(q, q_weight, spec.rms_norm_eps), _rms(k, k_weight, spec.rms_norm_eps)
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        tables = spec.tables_of(layer, self._cos, self._sin)
+        if tables is None:
+            return q, k, v
+        cos, sin = (table[positions].unsqueeze(1) for table in tables)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _store(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
@@ -80,12 +83,14 @@ class ReferenceAttention(EncoderCounts):
         start = max(0, int(positions[0]) - window + 1) if window else 0
         table = torch.from_numpy(batch.block_tables[batch.row_seq[first]]).long()
         k, v = (self._gather(layer, side, table, start, context) for side in (0, 1))
-        bias = spec.split_key_bias(layer)
-        if bias is not None:
-            k = k + rotate(bias.unsqueeze(1), self._cos[start:context], self._sin[start:context])
+        bias, tables = spec.split_key_bias(layer), spec.tables_of(layer, self._cos, self._sin)
+        if bias is not None and tables is not None:
+            k = k + rotate(bias.unsqueeze(1), *(table[start:context] for table in tables))
         group = spec.num_q_heads // spec.num_kv_heads
         grouped = q.unflatten(1, (spec.num_kv_heads, group)).permute(1, 0, 2, 3) * spec.scale
         scores = torch.einsum("hrgd,htd->hrgt", grouped, k)
+        if spec.soft_cap:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         tokens = torch.arange(start, context)
         visible = tokens <= positions.unsqueeze(1)
         if window:

@@ -19,6 +19,7 @@ from deepinfer.kernels.cpu.tiles import TILE, add_rotated, tile_accumulate, tile
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
+    div,
     exp_nonpositive,
     fma,
     keep_lanes,
@@ -29,6 +30,7 @@ from deepinfer.kernels.cpu.vec16 import (
     splat,
     store_f32,
     sub,
+    tanh,
 )
 
 _INT8 = INT8.number
@@ -87,20 +89,24 @@ def prefetch_tile(codes, itemsize, layer, table, head, first, context, head_dim)
 
 
 @helper
-def attend_row(k_codec, v_codec, biased, head_dim, query, tile, tile_scales, low, high, state):  # type: ignore[no-untyped-def]
+def attend_row(k_codec, v_codec, biased, capped, cap, head_dim, query, tile, tile_scales, low, high, state):  # type: ignore[no-untyped-def]
     """Fold the lanes low .. high of a decoded tile into one query head's softmax state.
 
     `tile`: K then V, fp32 [2, 16, head_dim]; `tile_scales`: fp32 [2, 16]; `state`: accumulator [head_dim],
-    lane sums [16], running maximum [16, all equal]. `biased` keys are already scaled.
+    lane sums [16], running maximum [16, all equal]. `biased` keys are already scaled. `capped`: scores become
+    cap * tanh(score / cap).
     """
     literally(k_codec)
     literally(v_codec)
     literally(biased)
+    literally(capped)
     literally(head_dim)
     sums, maximum = state + 4 * head_dim, state + 4 * (head_dim + LANES)
     scores = tile_scores(query, tile, head_dim)
     if k_codec == _INT8 and not biased:
         scores = mul(scores, load_f32(tile_scales))
+    if capped:
+        scores = mul(tanh(div(scores, splat(cap))), splat(cap))
     scores = keep_lanes(scores, low, high, _LOWEST)
     before = load_f32(maximum)
     top = splat(max(lane_max(scores), lane_max(before)))
@@ -115,12 +121,13 @@ def attend_row(k_codec, v_codec, biased, head_dim, query, tile, tile_scales, low
 
 @helper
 def attend_unit(  # type: ignore[no-untyped-def]
-    k_codec, k_bytes, v_codec, v_bytes, biased, act_codec, act_bytes, head_dim,
+    k_codec, k_bytes, v_codec, v_bytes, biased, capped, cap, act_codec, act_bytes, head_dim,
     layer, table, positions, first, end, head, queries, row_floats, out, scratch,
 ):  # fmt: skip
     """Rows first .. end of one sequence, the query heads of one KV head. Writes their output."""
     literally(act_codec)
     literally(biased)
+    literally(capped)
     group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
     window = layer[plan.WINDOW]
     tile_scales = scratch + 4 * 2 * TILE * head_dim
@@ -154,7 +161,7 @@ def attend_unit(  # type: ignore[no-untyped-def]
                 continue
             for member in range(group):
                 attend_row(
-                    k_codec, v_codec, biased, head_dim,
+                    k_codec, v_codec, biased, capped, cap, head_dim,
                     queries + 4 * (row * row_floats + (head * group + member) * head_dim),
                     scratch, tile_scales, low, high, states + stride * ((row - first) * group + member),
                 )  # fmt: skip

@@ -63,6 +63,13 @@ def rotate_head(head, cos, sin, factor, head_dim):  # type: ignore[no-untyped-de
 
 
 @helper
+def scale_head(head, factor, head_dim):  # type: ignore[no-untyped-def]
+    """head = head * factor in place: what is left of `rotate_head` where nothing is rotated."""
+    for d in range(head_dim):
+        store_float(head + 4 * d, load_float(head + 4 * d) * factor)
+
+
+@helper
 def make_storable(head, limit, head_dim):  # type: ignore[no-untyped-def]
     """Zero what is not finite, clamp the rest, in place: (saturated, non-finite elements, largest
     magnitude)."""

@@ -98,7 +98,12 @@ class NumbaAttention(EncoderCounts):
 
     def _units_of(self, layer: int, dtype: torch.dtype) -> AttentionUnits:
         return attention_units(
-            self._layout.k, self._layout.v, _ACTIVATIONS[dtype], self._spec.head_dim, self._biased[layer]
+            self._layout.k,
+            self._layout.v,
+            _ACTIVATIONS[dtype],
+            self._spec.head_dim,
+            self._biased[layer],
+            self._spec.soft_cap,
         )
 
     def _prepare(self, batch: AttentionBatch) -> _Workspace:
@@ -123,7 +128,7 @@ class NumbaAttention(EncoderCounts):
 
     def check(self, batch: AttentionBatch) -> None:
         """Raises ValueError if a row would read or write where it must not."""
-        batch.check(self._layout.block_size, len(self._pool), len(self._cos))
+        batch.check(self._layout.block_size, len(self._pool), self._cos.shape[-2])
 
     def _check_activations(self, qkv: Tensor, out: Tensor, rows: int) -> None:
         spec = self._spec

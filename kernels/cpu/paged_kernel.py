@@ -1,4 +1,5 @@
-"""The compiled paged attention, for each (K codec, V codec, activation dtype, head_dim, split key bias)."""
+"""The compiled paged attention, for each (K codec, V codec, activation dtype, head_dim, split key bias, soft
+cap)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from deepinfer.kernels.codecs import Codec
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.attend import attend_unit
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.kv_write import make_storable, normalise_head, rotate_head, store_head, unpack_head
+from deepinfer.kernels.cpu.kv_write import (
+    make_storable,
+    normalise_head,
+    rotate_head,
+    scale_head,
+    store_head,
+    unpack_head,
+)
 from deepinfer.kernels.cpu.memory import (
     add_int,
     int32_pointer,
@@ -35,6 +43,7 @@ def write_head(  # type: ignore[no-untyped-def]
     num_q, num_kv = layer[plan.NUM_Q_HEADS], layer[plan.NUM_KV_HEADS]
     cos = layer[plan.COS_ADDRESS] + 4 * position * (head_dim // 2)
     sin = layer[plan.SIN_ADDRESS] + 4 * position * (head_dim // 2)
+    rotates = layer[plan.COS_ADDRESS] != 0
     shift = layer[plan.BLOCK_SHIFT]
     block = np.int64(table[position >> shift]) * layer[plan.BLOCK_BYTES]
     head_bytes, group = act_bytes * head_dim, num_q // num_kv
@@ -43,13 +52,17 @@ def write_head(  # type: ignore[no-untyped-def]
         unpack_head(act_codec, act_bytes, qkv + member * head_bytes, target, head_dim)
         if layer[plan.Q_WEIGHT_ADDRESS] != 0:
             normalise_head(target, layer[plan.Q_WEIGHT_ADDRESS], eps, head_dim)
-        rotate_head(target, cos, sin, scale, head_dim)
+        if rotates:
+            rotate_head(target, cos, sin, scale, head_dim)
+        else:
+            scale_head(target, scale, head_dim)
     work = queries + 4 * head_dim * (num_q + head)
     place = (head << shift) + (position & ((1 << shift) - 1))
     unpack_head(act_codec, act_bytes, qkv + (num_q + head) * head_bytes, work, head_dim)
     if layer[plan.K_WEIGHT_ADDRESS] != 0:
         normalise_head(work, layer[plan.K_WEIGHT_ADDRESS], eps, head_dim)
-    rotate_head(work, cos, sin, np.float32(1.0), head_dim)
+    if rotates:
+        rotate_head(work, cos, sin, np.float32(1.0), head_dim)
     saturated, nonfinite, largest = make_storable(work, k_limit, head_dim)
     codes = layer[plan.K_ADDRESS] + block + place * head_dim * k_bytes
     store_head(k_codec, k_bytes, work, largest, codes, layer[plan.K_SCALES_ADDRESS] + block + 2 * place, head_dim)
@@ -95,15 +108,18 @@ SATURATED, NONFINITE = range(2)
 
 
 @functools.cache
-def attention_units(k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool) -> AttentionUnits:
+def attention_units(
+    k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool, soft_cap: float = 0.0
+) -> AttentionUnits:
     """Compiled for these, or loaded from disk, when it is first asked for. With `key_bias` the layer's bias is added to
-    the keys that are read.
+    the keys that are read. `soft_cap`: of `AttentionSpec`.
 
     Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key stable.
     """
     k_codec, k_bytes, k_limit = k.number, k.itemsize, np.float32(k.max_finite)
     v_codec, v_bytes, v_limit = v.number, v.itemsize, np.float32(v.max_finite)
     act_codec, act_bytes, biased = activations.number, activations.itemsize, int(key_bias)
+    capped, cap = int(soft_cap > 0), np.float32(soft_cap)
 
     @helper
     def table_of(arguments, row):  # type: ignore[no-untyped-def]
@@ -132,7 +148,7 @@ def attention_units(k: Codec, v: Codec, activations: Codec, head_dim: int, key_b
     def attend_of(arguments, layer, first, end, head, worker):  # type: ignore[no-untyped-def]
         row_floats = (layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]) * head_dim
         attend_unit(
-            k_codec, k_bytes, v_codec, v_bytes, biased, act_codec, act_bytes, head_dim, layer,
+            k_codec, k_bytes, v_codec, v_bytes, biased, capped, cap, act_codec, act_bytes, head_dim, layer,
             table_of(arguments, first), carray(int32_pointer(load_int(arguments + 8 * POSITIONS)), (end,)), first, end,
             head, load_int(arguments + 8 * QUERIES), row_floats, load_int(arguments + 8 * OUT),
             load_int(arguments + 8 * SCRATCH) + worker * load_int(arguments + 8 * SCRATCH_BYTES),

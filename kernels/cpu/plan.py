@@ -26,8 +26,9 @@ from deepinfer.kernels.kv_formats import BlockLayout
     KEY_BIAS_ADDRESS,
 ) = range(14)
 LENGTH = 14
-"""Addresses are those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k
-norm. The key bias is fp32 [kv heads, head_dim]; only kernels that are compiled for it read it."""
+"""Addresses are those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k norm, cos
+and sin where nothing is rotated. The key bias is fp32 [kv heads, head_dim]; only kernels that are compiled for it read
+it."""
 
 
 def layer_plan(
@@ -36,7 +37,7 @@ def layer_plan(
     """int64 [14] for one layer. Whoever holds it holds the pool, the RoPE tables and the spec's tensors too."""
     base, offsets = pool.data_ptr(), layout.layer_offsets(layer)
     weights = (0, 0) if spec.qk_norm is None else tuple(weight.data_ptr() for weight in spec.qk_norm[layer])
-    bias = spec.split_key_bias(layer)
+    bias, tables = spec.split_key_bias(layer), spec.tables_of(layer, cos, sin)
     return np.array(
         [
             base + offsets.k,
@@ -49,8 +50,7 @@ def layer_plan(
             spec.num_kv_heads,
             spec.windows[layer],
             *weights,
-            cos.data_ptr(),
-            sin.data_ptr(),
+            *((0, 0) if tables is None else (table.data_ptr() for table in tables)),
             0 if bias is None else bias.data_ptr(),
         ],
         dtype=np.int64,

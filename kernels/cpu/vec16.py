@@ -259,14 +259,47 @@ def exp_nonpositive(_typing: Any, value: Any) -> Any:
     return vec16(vec16), emit
 
 
+def _gated(builder: Any, x: Any, turn: Any) -> Any:
+    """x * sigmoid(turn), from exp(-|turn|) so that it cannot overflow."""
+    small = _exp(builder, builder.fneg(call(builder, "llvm.fabs.v16f32", VF32, turn)))
+    top = builder.select(builder.fcmp_ordered("<", turn, constant(0.0)), small, constant(1.0))
+    return builder.fdiv(builder.fmul(x, top), builder.fadd(small, constant(1.0)))
+
+
 @intrinsic
 def silu(_typing: Any, value: Any) -> Any:
-    """x * sigmoid(x), from exp(-|x|) so that it cannot overflow."""
+    """x * sigmoid(x)."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _gated(builder, args[0], args[0])
+
+    return vec16(vec16), emit
+
+
+_TWICE_SQRT_2_OVER_PI, _CUBE = 1.5957691216057308, 0.044715
+
+
+@intrinsic
+def gelu_tanh(_typing: Any, value: Any) -> Any:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), which is x * sigmoid of twice what tanh is taken of."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x = args[0]
-        small = _exp(builder, builder.fneg(call(builder, "llvm.fabs.v16f32", VF32, x)))
-        top = builder.select(builder.fcmp_ordered("<", x, constant(0.0)), small, constant(1.0))
-        return builder.fdiv(builder.fmul(x, top), builder.fadd(small, constant(1.0)))
+        inner = fused(builder, builder.fmul(x, x), constant(_CUBE), constant(1.0))
+        return _gated(builder, x, builder.fmul(builder.fmul(x, constant(_TWICE_SQRT_2_OVER_PI)), inner))
+
+    return vec16(vec16), emit
+
+
+@intrinsic
+def tanh(_typing: Any, value: Any) -> Any:
+    """(1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x. Off by at most 1e-7; NaN stays NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x = args[0]
+        small = _exp(builder, builder.fmul(call(builder, "llvm.fabs.v16f32", VF32, x), constant(-2.0)))
+        one = constant(1.0)
+        size = builder.fdiv(builder.fsub(one, small), builder.fadd(one, small))
+        return call(builder, "llvm.copysign.v16f32", VF32, size, x)
 
     return vec16(vec16), emit

@@ -46,6 +46,7 @@ class DecodePlan:
     group: int
     block_size: int
     key_bias: bool = False
+    soft_cap: bool = False
 
     def __post_init__(self) -> None:
         names = ", ".join(codec.name for codec in CUDA_CODECS)
@@ -104,6 +105,7 @@ class DecodePlan:
                 *self._shape(),
                 ("GROUP", self.group),
                 ("KEY_BIAS", int(self.key_bias)),
+                ("SOFT_CAP", int(self.soft_cap)),
                 ("GROUP_PADDED", self.group_padded),
                 ("K_SLICES", _slices(self.head_dim, self.k)),
                 ("V_SLICES", _slices(self.head_dim, self.v)),
@@ -117,9 +119,9 @@ class DecodePlan:
         macros = ("HEAD_DIM", self.head_dim), ("OUT_KIND", out_kind), ("MAX_PARTITIONS", MAX_PARTITIONS)
         return KernelSource("merge_partitions.cu", "dp_merge_partitions", macros)
 
-    def write_source(self, in_kind: int, qk_norm: bool) -> KernelSource:
+    def write_source(self, in_kind: int, qk_norm: bool, rotate: bool = True) -> KernelSource:
         """RoPE, encoding and scatter; `in_kind` as `out_kind` of `merge_source`."""
-        macros = (*self._shape(), ("IN_KIND", in_kind), ("QK_NORM", int(qk_norm)))
+        macros = (*self._shape(), ("IN_KIND", in_kind), ("QK_NORM", int(qk_norm)), ("ROTATE", int(rotate)))
         return KernelSource("kv_write.cu", f"dp_kv_write_{self.name}", macros)
 
     def _shape(self) -> tuple[tuple[str, int], ...]:

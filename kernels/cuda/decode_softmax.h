@@ -1,6 +1,7 @@
 // The online softmax of paged_decode.cu, over chunks of scores in shared memory. Reads its macros.
 #pragma once
 #include "decode_tiles.h"
+#include "tanh.h"
 
 // Combines one value of every thread with those of the threads of the same head. All threads get the result.
 template <bool MAXIMUM>
@@ -28,16 +29,25 @@ struct Softmax {
     float largest, sum;
 };
 
+// cap * tanh(score / cap), where the score is times log2(e).
+__device__ __forceinline__ float capped_score(float score, float cap) {
+    return mul_rn(tanh_of(mul_rn(div_rn(magnitude(score), cap), -2.0f), score), mul_rn(cap, LOG2_E));
+}
+
 // Scores of a chunk become probabilities, times the V scale, in place; past `tokens` zero is selected. `rescale` gets what earlier
 // sums must be multiplied with. Thread = head, and every (THREADS / GROUP_PADDED)-th token.
-__device__ __forceinline__ void soften(float* scores, const u16* v_scales, int tokens, float* buffer, float* rescale,
+__device__ __forceinline__ void soften(float* scores, const u16* v_scales, int tokens, float cap, float* buffer, float* rescale,
                                        Softmax& softmax) {
     constexpr int STEP = THREADS / GROUP_PADDED;
     const int head = threadIdx.x % GROUP_PADDED, first = threadIdx.x / GROUP_PADDED;
     const bool is_head = head < GROUP;
     float largest = is_head ? softmax.largest : 0.0f, sum = 0.0f;
-    for (int token = first; token < tokens; token += STEP)
-        if (is_head) largest = max_f(largest, scores[token * GROUP_PADDED + head]);
+    for (int token = first; token < tokens; token += STEP) {
+        if (!is_head) continue;
+        float* const place = scores + token * GROUP_PADDED + head;
+        if (SOFT_CAP) *place = capped_score(*place, cap);
+        largest = max_f(largest, *place);
+    }
     largest = reduce_by_head<true>(largest, buffer);
     for (int token = first; token < CHUNK; token += STEP) {
         float* const place = scores + token * GROUP_PADDED + head;

@@ -18,14 +18,27 @@ _THREADS, _ARGMAX_THREADS = 256, 1024
 _FOURS = 4 * _THREADS
 
 
-def norm_source(add: bool, dtype: torch.dtype, width: int) -> KernelSource:
+def norm_source(
+    add: bool, dtype: torch.dtype, width: int, norm_delta: bool = False, norm_out: bool = True
+) -> KernelSource:
     """The norm of rows of `width`; `dtype` is that of delta and out."""
-    macros = ("ADD", int(add)), ("ACTIVATION", _KINDS[dtype]), ("FOURS", -(-width // _FOURS))
-    return KernelSource("rms_norm.cu", "dp_add_rms_norm" if add else "dp_rms_norm", macros)
+    switches = ("ADD", int(add)), ("NORM_DELTA", int(norm_delta)), ("NORM_OUT", int(norm_out))
+    macros = (*switches, ("ACTIVATION", _KINDS[dtype]), ("FOURS", -(-width // _FOURS)))
+    name = "dp_add_normed" if norm_delta else "dp_add_rms_norm" if add else "dp_rms_norm"
+    return KernelSource("rms_norm.cu", name, macros)
 
 
-def silu_source(dtype: torch.dtype) -> KernelSource:
-    return KernelSource("silu_mul.cu", "dp_silu_mul", (("ACTIVATION", _KINDS[dtype]),))
+def projection_norm_source(dtype: torch.dtype) -> KernelSource:
+    return KernelSource("projection_norm.cu", "dp_projection_norm", (("ACTIVATION", _KINDS[dtype]),))
+
+
+def silu_source(dtype: torch.dtype, gelu: bool = False) -> KernelSource:
+    macros = ("ACTIVATION", _KINDS[dtype]), ("GELU", int(gelu))
+    return KernelSource("silu_mul.cu", "dp_gelu_mul" if gelu else "dp_silu_mul", macros)
+
+
+def soft_cap_source() -> KernelSource:
+    return KernelSource("soft_cap.cu", "dp_soft_cap")
 
 
 def argmax_source() -> KernelSource:
@@ -51,8 +64,56 @@ class CudaElementwise:
             raise ValueError(f"delta {delta.dtype} {tuple(delta.shape)} must be as out {out.dtype} {tuple(out.shape)}")
         self._norm(True, residual, delta, weight, eps, out)
 
+    def add_normed(
+        self, residual: Tensor, delta: Tensor, delta_weight: Tensor, weight: Tensor | None, eps: float, out: Tensor
+    ) -> None:
+        """residual += rms_norm(delta) in place, then out = rms_norm(residual), or the residual if there is no weight.
+
+        residual fp32 [N, H], weights fp32 [H], delta and out of one dtype (fp32, bf16 or fp16) [N, H].
+        """
+        if delta.shape != out.shape or delta.dtype != out.dtype:
+            raise ValueError(f"delta {delta.dtype} {tuple(delta.shape)} must be as out {out.dtype} {tuple(out.shape)}")
+        self._norm(True, residual, delta, weight, eps, out, delta_weight)
+
+    def projection_norm(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+        """RMS norms in place of the first len(q_weight) columns and of the len(k_weight) after them; qkv fp32, bf16 or
+        fp16 [N, columns], weights fp32."""
+        rows, stride = qkv.shape
+        q_width, k_width = len(q_weight), len(k_weight)
+        if q_width + k_width > stride or q_width % 4 or k_width % 4 or stride % 4 or qkv.dtype not in _KINDS:
+            raise ValueError(
+                f"qkv {qkv.dtype} {tuple(qkv.shape)} does not fit norms of {q_width} and {k_width}; widths must be "
+                "multiples of 4"
+            )
+        if rows:
+            kernel, shared_bytes = compiled(self._backend, projection_norm_source(qkv.dtype)), _THREADS // 32 * 4
+            widths = q_width, k_width, stride
+            self._backend.launch(
+                kernel, (2, rows, 1), _THREADS, shared_bytes, qkv, q_weight, k_weight, *widths, float(eps)
+            )
+
+    def narrow(self, x: Tensor, out: Tensor) -> None:
+        """out = x."""
+        out.copy_(x)
+
+    def soft_cap(self, values: Tensor, cap: float) -> None:
+        """cap * tanh(value / cap) in place, for fp32 values whose number is a multiple of 4."""
+        count = values.numel()
+        if values.dtype != torch.float32 or count % 4 or count >= 2**31:
+            raise ValueError(f"a soft cap needs a multiple of 4 fp32 values below 2^31, not {count} of {values.dtype}")
+        if count:
+            kernel = compiled(self._backend, soft_cap_source())
+            self._backend.launch(kernel, (-(-count // _FOURS), 1, 1), _THREADS, 0, values, count, float(cap))
+
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up. gate_up fp32, bf16 or fp16 [N, 2 * I], the gate first; out of that dtype [N, I]."""
+        self._gate(gate_up, out, gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = gelu(gate) * up with the tanh form of gelu; as `silu_mul`."""
+        self._gate(gate_up, out, gelu=True)
+
+    def _gate(self, gate_up: Tensor, out: Tensor, gelu: bool) -> None:
         rows, width = out.shape
         if gate_up.shape != (rows, 2 * width) or gate_up.dtype != out.dtype or out.dtype not in _KINDS or width % 4:
             raise ValueError(
@@ -60,7 +121,7 @@ class CudaElementwise:
                 "widths must be multiples of 4"
             )
         if rows:
-            kernel = compiled(self._backend, silu_source(out.dtype))
+            kernel = compiled(self._backend, silu_source(out.dtype, gelu))
             self._backend.launch(kernel, (-(-width // _FOURS), rows, 1), _THREADS, 0, out, gate_up, width)
 
     def argmax(self, logits: Tensor, num_valid: int) -> Tensor:
@@ -78,13 +139,26 @@ class CudaElementwise:
             )
         return ids
 
-    def _norm(self, add: bool, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        _check_norm(residual, weight, out)
+    def _norm(
+        self,
+        add: bool,
+        residual: Tensor,
+        delta: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        out: Tensor,
+        delta_weight: Tensor | None = None,
+    ) -> None:
+        some = next(each for each in (weight, delta_weight) if each is not None)
+        for each in (weight, delta_weight):
+            _check_norm(residual, some if each is None else each, out)
         rows, width = residual.shape
         if rows:
-            kernel, shared_bytes = compiled(self._backend, norm_source(add, out.dtype, width)), _THREADS // 32 * 4
+            source = norm_source(add, out.dtype, width, delta_weight is not None, weight is not None)
+            weights = [some if each is None else each for each in (weight, delta_weight)]
             self._backend.launch(
-                kernel, (rows, 1, 1), _THREADS, shared_bytes, out, residual, delta, weight, width, float(eps)
+                *(compiled(self._backend, source), (rows, 1, 1), _THREADS, _THREADS // 32 * 4),
+                *(out, residual, delta, *weights, width, float(eps)),
             )
 
 

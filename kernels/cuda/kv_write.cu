@@ -2,7 +2,7 @@
 // clamped, encoded and put into their slots. One warp for each head of each row; decode rows and prefill rows alike.
 //
 // Grid (ceil(heads / 4), rows), 128 threads. Macros: HEAD_DIM, BLOCK_SIZE, K_CODEC, V_CODEC, IN_KIND (0 fp32, 1 bf16,
-// 2 fp16), QK_NORM (0, 1).
+// 2 fp16), QK_NORM (0, 1), ROTATE (0: nothing is rotated).
 #include "codecs.h"
 
 #define HALF_DIM (HEAD_DIM / 2)
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(128)
                 int* __restrict__ counters,       // [2]: saturated, non-finite elements; added to
                 u8* __restrict__ nonfinite_rows,  // [rows]; set, never cleared
                 const void* __restrict__ qkv,     // [rows, query heads + 2 KV heads, HEAD_DIM]
-                const float* __restrict__ cos, const float* __restrict__ sin,  // [positions, HALF_DIM]
+                const float* __restrict__ cos, const float* __restrict__ sin,  // [positions, HALF_DIM]; read if ROTATE
                 const float* __restrict__ q_weight, const float* __restrict__ k_weight,  // [HEAD_DIM]; read if QK_NORM
                 const int* __restrict__ block_tables, const int* __restrict__ positions,
                 const int* __restrict__ row_seq, int max_blocks, int block_bytes, int k_offset, int v_offset,
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(128)
 
     Head head = load_head(qkv, (i64(row) * heads + index) * HEAD_DIM);
     if (QK_NORM && !is_value) normalise(head, is_query ? q_weight : k_weight, eps);
-    if (!is_value) rotate(head, cos + i64(position) * HALF_DIM, sin + i64(position) * HALF_DIM);
+    if (ROTATE && !is_value) rotate(head, cos + i64(position) * HALF_DIM, sin + i64(position) * HALF_DIM);
     if (is_query) {
         float* const target = queries + (i64(row) * query_heads + index) * HEAD_DIM;
         DP_UNROLL

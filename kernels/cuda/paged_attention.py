@@ -27,11 +27,17 @@ _ACTIVATION_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WARPS_PER_WRITE = 4
 
 
+_Tables = list[tuple[Tensor, Tensor] | None]
+
+
 class _Kernels:
     """The compiled kernels of one activation type."""
 
-    def __init__(self, backend: Backend, plan: DecodePlan, kind: int, spec: AttentionSpec) -> None:
-        self.write = backend.compile(plan.write_source(kind, spec.qk_norm is not None))
+    def __init__(self, backend: Backend, plan: DecodePlan, kind: int, spec: AttentionSpec, tables: _Tables) -> None:
+        rotations = {layer_tables is not None for layer_tables in tables}
+        norm = spec.qk_norm is not None
+        self.write = {turns: backend.compile(plan.write_source(kind, norm, turns)) for turns in rotations}
+        """By whether the layer's queries and keys are rotated."""
         self.merge = backend.compile(plan.merge_source(kind))
         splits = {spec.split_key_bias(layer) is not None for layer in range(spec.num_layers)}
         plans = {split: replace(plan, key_bias=split) for split in splits}
@@ -52,14 +58,17 @@ class CudaAttention:
         self, backend: Backend, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor
     ) -> None:
         group = spec.num_q_heads // spec.num_kv_heads
-        self.plan = DecodePlan(layout.k, layout.v, spec.head_dim, group, layout.block_size)
+        self.plan = DecodePlan(layout.k, layout.v, spec.head_dim, group, layout.block_size, soft_cap=spec.soft_cap > 0)
         self.name = f"{self.plan.decode_source().name} ({backend.name})"
         self.spec, self._backend, self._layout = spec, backend, layout
-        self._pool, self._cos, self._sin = pool, cos, sin
+        self._pool, self._positions = pool, cos.shape[-2]
+        self._tables: _Tables = [spec.tables_of(layer, cos, sin) for layer in range(spec.num_layers)]
+        """cos and sin of each layer, None where nothing is rotated."""
+        self._no_table = cos, sin
         self._counters = torch.zeros(spec.num_layers, 2, dtype=torch.int32, device=backend.device)
         self._norms = [
             tuple(weight.to(backend.device, torch.float32).contiguous() for weight in pair)
-            for pair in spec.qk_norm or [(cos[0], cos[0])] * spec.num_layers
+            for pair in spec.qk_norm or [(cos.flatten()[:1], cos.flatten()[:1])] * spec.num_layers
         ]
         biases = [spec.split_key_bias(layer) for layer in range(spec.num_layers)]
         self._key_biases = [None if bias is None else bias.to(backend.device) for bias in biases]
@@ -90,12 +99,12 @@ class CudaAttention:
             batch.device_flags = batch.workspace.nonfinite_rows
         workspace: AttentionRows = batch.workspace
         kernels = self._kernels_for(qkv.dtype)
-        self._write(kernels.write, layer, qkv, workspace)
+        self._write(kernels.write[self._tables[layer] is not None], layer, qkv, workspace)
         self._attend(kernels, layer, out, workspace)
 
     def check(self, batch: AttentionBatch) -> None:
         """Raises ValueError if a row would read or write outside its block table, the pool, or the RoPE tables."""
-        batch.check(self._layout.block_size, len(self._pool), min(len(self._cos), MAX_CONTEXT))
+        batch.check(self._layout.block_size, len(self._pool), min(self._positions, MAX_CONTEXT))
 
     def blocks_of(self, context: int) -> int:
         """Blocks that hold `context` tokens."""
@@ -137,7 +146,7 @@ class CudaAttention:
             if dtype not in _ACTIVATION_KINDS:
                 raise ValueError(f"activations of {dtype}: CUDA kernels take fp32, bf16 and fp16")
             kind = _ACTIVATION_KINDS[dtype]
-            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self.spec)
+            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self.spec, self._tables)
         return self._kernels[dtype]
 
     def _write(self, kernel: Any, layer: int, qkv: Tensor, workspace: AttentionRows) -> None:
@@ -153,8 +162,7 @@ class CudaAttention:
             self._counters[layer],
             workspace.nonfinite_rows,
             qkv,
-            self._cos,
-            self._sin,
+            *(self._tables[layer] or self._no_table),
             *self._norms[layer],
             *self._places(layer, workspace),
             spec.num_q_heads,
@@ -179,9 +187,9 @@ class CudaAttention:
             *self._places(layer, workspace),
             window,
             float(spec.scale),
-            self._cos if bias is None else bias,
-            self._cos,
-            self._sin,
+            self._no_table[0] if bias is None else bias,
+            *(self._tables[layer] or self._no_table),
+            float(spec.soft_cap),
         )
         self._backend.launch(
             kernels.merge,

@@ -6,7 +6,7 @@
 // Scores, softmax (online, from chunk to chunk) and sums are fp32.
 //
 // Macros: HEAD_DIM, GROUP, BLOCK_SIZE, K_CODEC, V_CODEC, KEY_BIAS (0, 1: keys are stored without their bias, and
-// RoPE(bias, position) is added here), and of the plan in decode_plan.py GROUP_PADDED, K_SLICES,
+// RoPE(bias, position) is added here), SOFT_CAP (0, 1: scores become cap * tanh(score / cap)), and of the plan in decode_plan.py GROUP_PADDED, K_SLICES,
 // V_SLICES, STAGE_BYTES, CTAS_PER_SM.
 #include "decode_softmax.h"
 #include "decode_tiles.h"
@@ -145,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
                 const int* __restrict__ row_seq, int max_blocks, int block_bytes, int k_offset, int v_offset,
                 int k_scale_offset, int v_scale_offset, int window, float softmax_scale,
                 const float* __restrict__ key_bias,                             // [KV heads, HEAD_DIM]; read if KEY_BIAS
-                const float* __restrict__ cos, const float* __restrict__ sin) {  // [positions, HEAD_DIM / 2]; the same
+                const float* __restrict__ cos, const float* __restrict__ sin,   // [positions, HEAD_DIM / 2]; the same
+                float soft_cap) {                                               // read if SOFT_CAP
     DP_SHARED(shared);
     float* const q_shared = reinterpret_cast<float*>(shared + Layout::QUERIES);
     float* const scores = reinterpret_cast<float*>(shared + Layout::SCORES);
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
                 add_bias_scores(bias, q_shared, cos + angles, sin + angles, scores + thread * GROUP_PADDED);
             __syncthreads();
         }
-        soften(scores, v_scales + chunk, tokens, buffer, rescale, softmax);
+        soften(scores, v_scales + chunk, tokens, soft_cap, buffer, rescale, softmax);
         DP_UNROLL
         for (int head = 0; head < GROUP; ++head) {
             DP_UNROLL

@@ -72,7 +72,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise ModelNotFoundError(f"{path} does not exist; expected a Hugging Face folder or a GGUF file")
     header = read_model_header(path)
     config = config_from_gguf(header.metadata, header.tensors.keys(), read_rope_frequencies(header), str(path))
-    source = GGUFSource(named_tensors(header), config)
+    source = GGUFSource(named_tensors(header, config.family), config)
     _check(path, config, source)
     return Checkpoint(path, "gguf", config, source)
 

@@ -1,4 +1,4 @@
-"""What a decoder-only model is, whatever file format it came in: sizes, RoPE, windows, biases, end tokens."""
+"""What a decoder-only model is, whatever file format it came in: sizes, and the switches that families set."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ from dataclasses import dataclass
 
 from deepinfer.stages.model.errors import CheckpointError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MAX_INTEGER = 2**40
 """No size that a file states reaches it."""
 MAX_LAYERS = 1000
 """More than any model has; a damaged file must not make us build tables for a billion layers."""
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers, as config.json names them."""
+SILU, GELU_TANH = "silu", "gelu_tanh"
+"""Of the gate; gelu_tanh is the tanh form of gelu."""
+PRE, POST, BOTH = "pre", "post", "both"
+NORMS: dict[str, dict[str, str]] = {
+    PRE: {"input": "input_layernorm", "mlp": "post_attention_layernorm"},
+    POST: {"attention_out": "post_attention_layernorm", "mlp_out": "post_feedforward_layernorm"},
+    BOTH: {
+        "input": "input_layernorm",
+        "attention_out": "post_attention_layernorm",
+        "mlp": "pre_feedforward_layernorm",
+        "mlp_out": "post_feedforward_layernorm",
+    },
+}
+"""Where a layer has norms, and their Hugging Face names: before attention and MLP ("input", "mlp"), or on what they
+give, before that is added to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,41 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
+    """RMS norms before RoPE: "head", of every query and key head; "projection", of all of q and of all of k."""
+    norms: str = PRE
+    """Which of `NORMS` a layer has."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms when they are loaded: files may store w and mean 1 + w."""
+    activation: str = SILU
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0
+    """Of the scores; 0: one over the square root of head_dim."""
+    attention_soft_cap: float = 0.0
+    """Scores s become cap * tanh(s / cap) before they are masked; 0: they stay as they are."""
+    logit_soft_cap: float = 0.0
+    """The same for the logits."""
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    """Per layer, None where nothing is rotated (NoPE). Empty: `rope` in all layers."""
+    fused_projections: bool = False
+    """Files hold q, k and v as one matrix, gate and up as another."""
+
+    @property
+    def score_scale(self) -> float:
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def norm_names(self) -> dict[str, str]:
+        return NORMS[self.norms]
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    @property
+    def distinct_ropes(self) -> tuple[RopeConfig, ...]:
+        """Those that some layer has, in the order of layers: each needs tables of its own."""
+        ropes = [self.rope_of(layer) for layer in range(self.num_layers)]
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None)) or (self.rope,)
 
     @property
     def q_size(self) -> int:
@@ -78,7 +129,10 @@ class ModelConfig:
             "vocab_size": self.vocab_size,
             "max_context": self.max_context,
             "rope": self.rope.rope_type,
+            "layers_without_rope": sum(rope is None for rope in self.layer_ropes),
             "sliding_windows": windows,
+            "sliding_layers": sum(window > 0 for window in self.windows),
+            "soft_caps": {"attention": self.attention_soft_cap, "logits": self.logit_soft_cap},
             "tied_head": self.tie_word_embeddings,
         }
 
@@ -125,22 +179,24 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     linears = {
-        "self_attn.q_proj": (q, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, q, config.o_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    if config.fused_projections:
+        linears["self_attn.qkv_proj"] = (q + 2 * kv, hidden, config.qkv_bias)
+        linears["mlp.gate_up_proj"] = (2 * inner, hidden, config.mlp_bias)
+    else:
+        for part, size in zip("qkv", (q, kv, kv), strict=True):
+            linears[f"self_attn.{part}_proj"] = (size, hidden, config.qkv_bias)
+        for part in ("gate", "up"):
+            linears[f"mlp.{part}_proj"] = (inner, hidden, config.mlp_bias)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in config.norm_names.values()}
     for name, (rows, columns, bias) in linears.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+        whole = config.qk_norm == "projection"
+        shapes["self_attn.q_norm.weight"] = (q if whole else config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv if whole else config.head_dim,)
     return shapes

@@ -6,13 +6,12 @@ from array import array
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from deepinfer.stages.model.config import MAX_INTEGER, ModelConfig, RopeConfig, check_sizes, context_length
+from deepinfer.stages.model.config import ModelConfig, RopeConfig, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
-from deepinfer.stages.model.json_fields import positive_number
+from deepinfer.stages.model.families import ARCHITECTURES
+from deepinfer.stages.model.gguf_keys import GGUFKeys
 from deepinfer.stages.model.rope_json import yarn_mscale
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""A mistral model is stored under the name llama."""
 _GGUF_ROPE_TYPES = ("none", "linear", "yarn")
 
 
@@ -27,11 +26,12 @@ def config_from_gguf(
     Raises UnsupportedModelError for another architecture, RoPE type, partial rotation or experts.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    family = ARCHITECTURES.get(str(architecture))
+    if family is None:
         raise UnsupportedModelError(
             f"{where}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    keys = _Keys(metadata, architecture, where)
+    keys = GGUFKeys(metadata, family.architecture, where, tensor_names)
     if keys.get("expert_count"):
         raise UnsupportedModelError(f"{where}: a mixture of {keys.get('expert_count')} experts is not supported")
     hidden, q_heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
@@ -48,8 +48,8 @@ def config_from_gguf(
         )
     rope = _rope(keys, frequency_divisors)
     window = keys.integer("attention.sliding_window", 0, least=0)
-    return ModelConfig(
-        family=architecture,
+    common = ModelConfig(
+        family=family.name,
         num_layers=num_layers,
         hidden_size=hidden,
         num_q_heads=q_heads,
@@ -66,43 +66,18 @@ def config_from_gguf(
         qkv_bias="blk.0.attn_q.bias" in tensor_names,
         o_bias="blk.0.attn_output.bias" in tensor_names,
         mlp_bias="blk.0.ffn_down.bias" in tensor_names,
-        qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
+        qk_norm="head" if "blk.0.attn_q_norm.weight" in tensor_names else "",
     )
+    return family.from_gguf(common, keys)
 
 
-class _Keys:
-    """Typed access to the metadata of one architecture; errors name file and key."""
-
-    def __init__(self, metadata: Mapping[str, Any], architecture: str, where: str):
-        self.metadata, self.prefix, self.where = metadata, architecture, where
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.metadata.get(f"{self.prefix}.{name}", default)
-
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value = self.get(name, default)
-        if isinstance(value, array) and len(set(value)) == 1:
-            value = value[0]
-        if isinstance(value, array):
-            raise UnsupportedModelError(f"{self.where}: {self.prefix}.{name} differs from layer to layer")
-        if not isinstance(value, int) or not least <= value < MAX_INTEGER:
-            raise CheckpointError(
-                f"{self.where}: {self.prefix}.{name} is {value!r}, "
-                f"expected an integer of at least {least} and below {MAX_INTEGER}"
-            )
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        return positive_number(self.get(name, default), f"{self.prefix}.{name}", self.where)
-
-
-def _vocab_size(keys: _Keys) -> int:
+def _vocab_size(keys: GGUFKeys) -> int:
     tokens = keys.metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list | array) else tokens
     return keys.integer("vocab_size", count)
 
 
-def _rope(keys: _Keys, frequency_divisors: tuple[float, ...]) -> RopeConfig:
+def _rope(keys: GGUFKeys, frequency_divisors: tuple[float, ...]) -> RopeConfig:
     theta = keys.number("rope.freq_base", 10000.0)
     rope_type = keys.get("rope.scaling.type", "linear" if keys.get("rope.scale_linear") else "none")
     if rope_type not in _GGUF_ROPE_TYPES:

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepinfer.stages.model.config import FAMILIES, ModelConfig, check_sizes, context_length
+from deepinfer.stages.model.config import GELU_TANH, SILU, ModelConfig, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.families import FAMILIES
 from deepinfer.stages.model.json_fields import ConfigFields, read_json
 from deepinfer.stages.model.rope_json import rope_from_json
 
-_LEGACY_EOS = {"llama": 2, "mistral": 2}
+_ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def config_from_folder(folder: Path) -> ModelConfig:
@@ -27,13 +28,12 @@ def config_from_folder(folder: Path) -> ModelConfig:
 
 def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     """Raises UnsupportedModelError for an unknown family, RoPE type or activation."""
-    family = raw.get("model_type")
-    if family not in FAMILIES:
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
         raise UnsupportedModelError(
-            f"{where}: model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"{where}: model_type {raw.get('model_type')!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    fields = ConfigFields(raw, family, where)
-    _refuse_unsupported(fields)
+    fields = ConfigFields(raw, family.defaults, where)
     q_heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads") if fields.get("num_key_value_heads") else q_heads
     hidden = fields.integer("hidden_size")
@@ -41,9 +41,8 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
     num_layers = fields.integer("num_hidden_layers")
     check_sizes(num_layers, q_heads, kv_heads, head_dim, where)
     rope = rope_from_json(fields)
-    attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3") else False
-    return ModelConfig(
-        family=family,
+    common = ModelConfig(
+        family=family.name,
         num_layers=num_layers,
         hidden_size=hidden,
         num_q_heads=q_heads,
@@ -54,43 +53,21 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
         max_context=context_length(rope, fields.integer("max_position_embeddings"), fields.where),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
-        windows=_windows(fields, family, num_layers),
+        windows=(0,) * num_layers,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         eos_token_ids=eos_token_ids(raw, generation, where),
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias") if family == "llama" else False,
-        qk_norm=family == "qwen3",
+        activation=_activation(fields, family.activation_field),
     )
+    return family.from_json(common, fields)
 
 
-def _refuse_unsupported(fields: ConfigFields) -> None:
-    activation = fields.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: silu")
-
-
-def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int, ...]:
-    """llama has none, mistral one for all layers, qwen only those layers that it names."""
-    if family == "llama" or fields.get("sliding_window") is None:
-        return (0,) * num_layers
-    if family == "mistral":
-        return (fields.integer("sliding_window"),) * num_layers
-    if not fields.flag("use_sliding_window"):
-        return (0,) * num_layers
-    window = fields.integer("sliding_window")
-    first = fields.integer("max_window_layers", 28, least=0)
-    default = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    kinds = fields.get("layer_types") or default
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise CheckpointError(f"{fields.where}: layer_types must name {num_layers} layers, got {kinds!r}")
-    unknown = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention"})
-    if unknown:
+def _activation(fields: ConfigFields, name: str) -> str:
+    activation = fields.get(name, "silu")
+    if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{fields.where}: layer_types {', '.join(unknown)} are not supported; supported: "
-            "full_attention, sliding_attention"
+            f"{fields.where}: {name} {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return _ACTIVATIONS[activation]
 
 
 def eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -98,7 +75,7 @@ def eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     found: list[int] = []
     for value in (
         generation.get("eos_token_id"),
-        raw.get("eos_token_id", _LEGACY_EOS.get(str(raw.get("model_type")))),
+        raw.get("eos_token_id", _default_eos(raw)),
     ):
         for token in value if isinstance(value, list) else [value]:
             if token is None:
@@ -108,3 +85,8 @@ def eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
             if token not in found:
                 found.append(token)
     return tuple(found)
+
+
+def _default_eos(raw: Mapping[str, Any]) -> Any:
+    family = FAMILIES.get(str(raw.get("model_type")))
+    return None if family is None else family.defaults.get("eos_token_id")

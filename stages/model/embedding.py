@@ -78,3 +78,22 @@ class Int8Embedding:
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         rows = self._codes[token_ids].float().unflatten(1, (-1, GROUP))
         return (rows * self._scales[token_ids].float().unsqueeze(-1)).flatten(1)
+
+
+class ScaledEmbedding:
+    """The rows of another embedding times a number, in float32 (Gemma)."""
+
+    def __init__(self, inner: Embedding, scale: float):
+        self._inner, self._scale = inner, scale
+        self.kind = inner.kind
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self._inner.table_bytes
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._inner(token_ids).mul_(self._scale)

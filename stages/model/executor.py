@@ -8,7 +8,8 @@ import torch
 
 from deepinfer.kernels.attention import AttentionBatch, PagedAttention
 from deepinfer.kernels.cpu.step_programs import StepPrograms
-from deepinfer.stages.model.model import Model
+from deepinfer.stages.model.config import GELU_TANH
+from deepinfer.stages.model.model import Layer, Model
 from deepinfer.stages.model.step_graphs import StepGraphs
 
 KEPT_ROWS = 64
@@ -48,6 +49,7 @@ class Executor:
         self._model, self.attention, self._kept_rows = model, attention, kept_rows
         self.graphs, self.programs = graphs, programs
         self._buffers: dict[int, _Buffers] = {}
+        self._gate = model.ops.gelu_mul if model.config.activation == GELU_TANH else model.ops.silu_mul
         self.progress = 0
         """Layers that have begun: moves also within a long prefill chunk."""
 
@@ -77,17 +79,44 @@ class Executor:
         model, ops, eps = self._model, self._model.ops, self._model.config.rms_norm_eps
         normed, attended, activated = self._buffers_for(token_ids.shape[0])
         residual = ops.embed(model.embedding, token_ids)
-        ops.rms_norm(residual, model.layers[0].input_norm, eps, normed)
+        first = model.layers[0].input_norm
+        if first is None:
+            ops.narrow(residual, normed)
+        else:
+            ops.rms_norm(residual, first, eps, normed)
         last = len(model.layers) - 1
         for index, layer in enumerate(model.layers):
             self.progress += 1
-            self.attention.forward(index, layer.qkv(normed), attention, attended)
-            ops.add_rms_norm(residual, layer.o(attended), layer.post_attention_norm, eps, normed)
-            ops.silu_mul(layer.gate_up(normed), activated)
+            self.attention.forward(index, self._qkv(layer, normed), attention, attended)
+            self._add(residual, layer.o(attended), layer.attention_out_norm, layer.mlp_norm, normed)
+            self._gate(layer.gate_up(normed), activated)
             delta = layer.down(activated)
             if index < last:
-                ops.add_rms_norm(residual, delta, model.layers[index + 1].input_norm, eps, normed)
+                self._add(residual, delta, layer.mlp_out_norm, model.layers[index + 1].input_norm, normed)
         return self._logits(residual, delta, wanted)
+
+    def _qkv(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
+        qkv = layer.qkv(normed)
+        if layer.qk_norm is not None and self._model.config.qk_norm == "projection":
+            self._model.ops.projection_norm(qkv, *layer.qk_norm, self._model.config.rms_norm_eps)
+        return qkv
+
+    def _add(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor,
+        delta_norm: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Add `delta` to the residual stream, normalised if there is a norm for it; out: what the next matmul gets."""
+        ops, eps = self._model.ops, self._model.config.rms_norm_eps
+        if delta_norm is None and norm is not None:
+            ops.add_rms_norm(residual, delta, norm, eps, out)
+        elif delta_norm is not None:
+            ops.add_normed(residual, delta, delta_norm, norm, eps, out)
+        else:
+            raise ValueError("a layer has norms before its matmuls, after them, or both")
 
     def _logits(self, residual: torch.Tensor, delta: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
         ops = self._model.ops
@@ -96,8 +125,11 @@ class Executor:
                 return torch.empty(0, self._model.config.vocab_size)
             residual, delta = residual[wanted], delta[wanted]
         normed = torch.empty_like(delta)
-        ops.add_rms_norm(residual, delta, self._model.final_norm, self._model.config.rms_norm_eps, normed)
-        return self._model.head(normed)
+        self._add(residual, delta, self._model.layers[-1].mlp_out_norm, self._model.final_norm, normed)
+        logits = self._model.head(normed)
+        if self._model.config.logit_soft_cap:
+            ops.soft_cap(logits, self._model.config.logit_soft_cap)
+        return logits
 
     def _buffers_for(self, rows: int) -> _Buffers:
         """Decode repeats a few row counts: their buffers are kept. Larger ones (prefill) are made afresh."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import gguf
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from deepinfer.stages.model import gguf_codes
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.families import FAMILIES
 from deepinfer.stages.model.gguf_header import GGUFHeader, GGUFTensor
 from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.source import TensorHeader
@@ -23,39 +25,28 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PERMUTED = re.compile(r".*self_attn\.([qk])_proj\.(weight|bias)")
 
 
-def hf_name(name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor, None when this engine has no use for it."""
+def hf_name(name: str, layer_tensors: Mapping[str, str]) -> str | None:
+    """The Hugging Face name of a GGUF tensor, None when this engine has no use for it. `layer_tensors` are those of
+    its family."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return _TOP.get(name)
-    part = _LAYER.get(match[2])
+    part = layer_tensors.get(match[2])
     return part and f"model.layers.{match[1]}.{part}.{match[3]}"
 
 
-def named_tensors(header: GGUFHeader) -> dict[str, GGUFTensor]:
+def named_tensors(header: GGUFHeader, family: str) -> dict[str, GGUFTensor]:
     """Tensors by Hugging Face name. Raises for an unsupported type and for a tensor that nobody knows."""
+    layer_tensors = FAMILIES[family].gguf_layer_tensors()
     named: dict[str, GGUFTensor] = {}
     for name, tensor in header.tensors.items():
         if name == ROPE_FREQUENCIES:
             continue
-        target = hf_name(name)
+        target = hf_name(name, layer_tensors)
         if target is None:
             raise CheckpointError(f"{tensor.path}: stray tensor {name}: no parameter of this model has that name")
         if tensor.type_name not in SUPPORTED_TYPES:
@@ -131,9 +122,9 @@ class GGUFSource:
         return self._bytes[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
 
     def _row_order(self, name: str) -> np.ndarray | None:
-        """llama files hold q and k for a RoPE of neighbouring pairs; ours rotates halves. None: as stored."""
+        """Some families' files hold q and k for a RoPE of neighbouring pairs; ours rotates halves. None: as stored."""
         match = _PERMUTED.fullmatch(name)
-        if match is None or self._config.family != "llama":
+        if match is None or not FAMILIES[self._config.family].interleaved_gguf:
             return None
         heads = self._config.num_q_heads if match[1] == "q" else self._config.num_kv_heads
         rows = np.arange(heads * self._config.head_dim)

@@ -15,26 +15,13 @@ _REQUIRED = object()
 MAX_BYTES = 64 * 2**20
 """Of one JSON file. The index of a model of a hundred thousand tensors has 10 MB."""
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "head_dim": 128,
-    },
-}
-"""What the transformers configuration classes fill in; a test compares."""
-
 
 class ConfigFields:
     """Typed access to config.json: family defaults for absent fields, errors with file and field."""
 
-    def __init__(self, raw: Mapping[str, Any], family: str, where: str):
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], where: str):
         self.raw, self.where = raw, where
-        self._defaults = _DEFAULTS[family]
+        self._defaults = defaults
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.raw.get(name, self._defaults.get(name, default))
@@ -51,6 +38,10 @@ class ConfigFields:
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         return positive_number(self.get(name, default), name, self.where)
+
+    def optional_number(self, name: str) -> float:
+        """0 where the field is null or absent."""
+        return 0.0 if self.get(name) is None else self.number(name)
 
     def flag(self, name: str) -> bool:
         value = self.get(name, False)

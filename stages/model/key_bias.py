@@ -122,6 +122,8 @@ def _reason(mode: str, config: ModelConfig) -> str:
         return "the model has no key biases"
     if config.qk_norm:
         return "keys are normalised after the bias was added, which is not linear: it stays inline"
+    if None in config.layer_ropes:
+        return "layers without RoPE keep it inline"
     if mode == "auto":
         return (
             f"split where the bias makes the rounding error of keys more than {WORTHWHILE} times larger "

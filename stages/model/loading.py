@@ -10,7 +10,7 @@ import torch
 from deepinfer.kernels.linear import Linear, RowTable
 from deepinfer.kernels.ops import CpuOps, Ops
 from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
-from deepinfer.stages.model.embedding import DenseEmbedding, Embedding, HeadEmbedding, Int8Embedding
+from deepinfer.stages.model.embedding import DenseEmbedding, Embedding, HeadEmbedding, Int8Embedding, ScaledEmbedding
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.heap import trim_heap
@@ -70,7 +70,7 @@ class _Builder:
     def model(self, compute_dtype: str) -> Model:
         tied = self._config.tie_word_embeddings
         table = self._table(EMBEDDING)
-        layers = tuple(self._layer(f"model.layers.{i}") for i in range(self._config.num_layers))
+        layers = tuple(self._layer(layer) for layer in range(self._config.num_layers))
         final_norm = self._norm("model.norm.weight")
         if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, table):
             raise CheckpointError(
@@ -81,6 +81,8 @@ class _Builder:
             table = table.to(self._ops.device)  # Once: a tied head that is dense shares it.
         head = self._head(table if tied else self._table(HEAD))
         embedding = HeadEmbedding(head) if tied and isinstance(head, RowTable) else self._embedding(table)
+        if self._config.embedding_scale != 1:
+            embedding = ScaledEmbedding(embedding, self._config.embedding_scale)
         mode = self._key_bias.mode
         log_choices(mode, self._config, [layer.key_bias for layer in layers])
         return Model(
@@ -91,7 +93,11 @@ class _Builder:
         return Int8Embedding(table, self._ops.device) if isinstance(table, Int8Groups) else DenseEmbedding(table)
 
     def _norm(self, name: str) -> torch.Tensor:
-        return self._reader.vector(name).to(self._ops.device)
+        return self._vector_of_norm(name).to(self._ops.device)
+
+    def _vector_of_norm(self, name: str) -> torch.Tensor:
+        weight, offset = self._reader.vector(name), self._config.norm_offset
+        return weight + offset if offset else weight
 
     def _table(self, name: str) -> Int8Groups | torch.Tensor:
         """Of embedding or head: 8-bit codes as they are in bf16 compute, else dense."""
@@ -105,38 +111,45 @@ class _Builder:
         scales = torch.from_numpy(table.scales).float()
         return self._ops.w8a16(torch.from_numpy(table.codes), scales, torch.float32)
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, layer: int) -> Layer:
         config = self._config
-        o = f"{prefix}.self_attn.o_proj"
-        gate, up, down = (f"{prefix}.mlp.{part}_proj" for part in ("gate", "up", "down"))
+        prefix = f"model.layers.{layer}"
+        o, down = f"{prefix}.self_attn.o_proj", f"{prefix}.mlp.down_proj"
+        gate_up = ["gate_up"] if config.fused_projections else ["gate", "up"]
         qk_norm = None
         if config.qk_norm:
-            q_norm, k_norm = (self._reader.vector(f"{prefix}.self_attn.{part}_norm.weight") for part in "qk")
-            qk_norm = (q_norm, k_norm)
-        input_norm = self._reader.vector(f"{prefix}.input_layernorm.weight")
-        qkv, key_bias = self._qkv(prefix, input_norm)
+            q_norm, k_norm = (self._vector_of_norm(f"{prefix}.self_attn.{part}_norm.weight") for part in "qk")
+            whole = config.qk_norm == "projection"
+            qk_norm = (q_norm.to(self._ops.device), k_norm.to(self._ops.device)) if whole else (q_norm, k_norm)
+        norms = {place: self._norm(f"{prefix}.{name}.weight") for place, name in config.norm_names.items()}
+        qkv, key_bias = self._qkv(layer, norms.get("input"))
         return Layer(
-            input_norm=input_norm.to(self._ops.device),
+            input_norm=norms.get("input"),
             qkv=qkv,
             o=self._linear([o], config.o_bias),
-            post_attention_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=self._linear([gate, up], config.mlp_bias),
+            mlp_norm=norms.get("mlp"),
+            gate_up=self._linear([f"{prefix}.mlp.{part}_proj" for part in gate_up], config.mlp_bias),
             down=self._linear([down], config.mlp_bias),
             qk_norm=qk_norm,
             key_bias=key_bias,
+            attention_out_norm=norms.get("attention_out"),
+            mlp_out_norm=norms.get("mlp_out"),
         )
 
-    def _qkv(self, prefix: str, input_norm: torch.Tensor) -> tuple[Linear, KeyBias | None]:
-        """The fused form. It does not add a key bias that is split, nor does a k norm allow one."""
+    def _qkv(self, layer: int, input_norm: torch.Tensor | None) -> tuple[Linear, KeyBias | None]:
+        """The fused form. It does not add a key bias that is split. A k norm, keys that are not rotated and inputs that
+        are not normalised keep theirs."""
         config = self._config
-        names = [f"{prefix}.self_attn.{part}_proj" for part in "qkv"]
+        parts = ["qkv"] if config.fused_projections else ["q", "k", "v"]
+        names = [f"model.layers.{layer}.self_attn.{part}_proj" for part in parts]
         weights = self._weights(names)
         if not config.qkv_bias:
             return self._form(weights, None), None
-        q_bias, k_bias, v_bias = (self._reader.vector(f"{name}.bias") for name in names)
+        bias = torch.cat([self._reader.vector(f"{name}.bias") for name in names])
+        q_bias, k_bias, v_bias = bias.split([config.q_size, config.kv_size, config.kv_size])
         decided = None
-        if not config.qk_norm:
-            keys = sample_keys(self._key_rows(weights), input_norm)
+        if not config.qk_norm and config.rope_of(layer) is not None and input_norm is not None:
+            keys = sample_keys(self._key_rows(weights), input_norm.cpu())
             decided = self._key_bias.choose(k_bias, keys, config.head_dim, self._reader.dtype)
             if decided.split:
                 k_bias = torch.zeros_like(k_bias)

@@ -14,24 +14,29 @@ from deepinfer.kernels.ops import Ops
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.embedding import Embedding
 from deepinfer.stages.model.key_bias import KeyBias, describe
-from deepinfer.stages.model.rope import rope_tables
+from deepinfer.stages.model.rope import stacked_tables
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Layer:
-    input_norm: torch.Tensor
-    """float32 [hidden], like every norm."""
+    input_norm: torch.Tensor | None
+    """float32 [hidden], like every norm but `qk_norm`."""
     qkv: Linear
     o: Linear
-    post_attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
-    """float32 [head_dim] for q and for k."""
+    """For q and for k: float32 [head_dim], or [q_size] and [kv_size] for a norm of the whole projection."""
     key_bias: KeyBias | None
-    """Where it is split, `qkv` does not add it. None without a key bias, and with a k norm."""
+    """Where it is split, `qkv` does not add it. None without a key bias, with a k norm, and where keys are not
+    rotated."""
+    attention_out_norm: torch.Tensor | None = None
+    """Of what `o` gives, before it is added to the residual stream."""
+    mlp_out_norm: torch.Tensor | None = None
+    """The same of `down`."""
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
@@ -87,7 +92,8 @@ class Model:
 
     def attention_spec(self) -> AttentionSpec:
         config = self.config
-        qk_norm = [layer.qk_norm for layer in self.layers if layer.qk_norm is not None]
+        by_head = config.qk_norm == "head"
+        qk_norm = [layer.qk_norm for layer in self.layers if by_head and layer.qk_norm is not None]
         biases = [layer.key_bias for layer in self.layers]
         key_bias = tuple(bias.values if bias is not None and bias.split else None for bias in biases)
         return AttentionSpec(
@@ -95,13 +101,22 @@ class Model:
             num_q_heads=config.num_q_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.score_scale,
             windows=config.windows,
             rms_norm_eps=config.rms_norm_eps,
             qk_norm=tuple(qk_norm) or None,
             key_bias=key_bias if any(bias is not None for bias in key_bias) else None,
+            soft_cap=config.attention_soft_cap,
+            rope_tables=self._rope_tables_of_layers(),
         )
 
+    def _rope_tables_of_layers(self) -> tuple[int | None, ...] | None:
+        config = self.config
+        if not config.layer_ropes:
+            return None
+        place = {rope: index for index, rope in enumerate(config.distinct_ropes)}
+        return tuple(None if rope is None else place[rope] for rope in config.layer_ropes)
+
     def rope_tables(self, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [max_positions, head_dim / 2]."""
-        return rope_tables(self.config.rope, self.config.head_dim, max_positions)
+        """cos and sin, float32 [max_positions, head_dim / 2]; stacked where layers differ, see `AttentionSpec`."""
+        return stacked_tables(self.config.distinct_ropes, self.config.head_dim, max_positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -53,6 +54,15 @@ def _yarn(rope: RopeConfig, head_dim: int, base: torch.Tensor) -> torch.Tensor:
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     kept = 1 - ramp
     return (1.0 / (rope.factor * base)) * (1 - kept) + (1.0 / base) * kept
+
+
+def stacked_tables(ropes: Sequence[RopeConfig], head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as `rope_tables` has them, or float32 [ropes, max_positions, head_dim / 2] if there are several."""
+    tables = [rope_tables(rope, head_dim, max_positions) for rope in ropes]
+    if len(tables) == 1:
+        return tables[0]
+    cos, sin = zip(*tables, strict=True)
+    return torch.stack(cos), torch.stack(sin)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,14 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deepinfer.stages.model.config import ROPE_TYPES, RopeConfig
+from deepinfer.stages.model.config import FULL, ROPE_TYPES, SLIDING, RopeConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.json_fields import ConfigFields, positive_number
 
 
-def rope_from_json(fields: ConfigFields) -> RopeConfig:
-    """`rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` beside it (before)."""
+def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None = None) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` beside it (before). Where parameters are
+    given by kind of layer, those of `kind`. `theta`: where none is given, if not the family's."""
     scaling = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
+    if isinstance(scaling, dict) and (FULL in scaling or SLIDING in scaling):
+        scaling = scaling.get(kind) or {}
     if not isinstance(scaling, dict):
         raise CheckpointError(f"{fields.where}: rope parameters are {scaling!r}, expected an object")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -24,8 +27,8 @@ def rope_from_json(fields: ConfigFields) -> RopeConfig:
     partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
         raise UnsupportedModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported, only 1")
-    theta = scaling.get("rope_theta", fields.get("rope_theta", 10000.0))
-    theta = positive_number(theta, "rope_theta", fields.where)
+    default = fields.get("rope_theta", 10000.0) if theta is None else theta
+    theta = positive_number(scaling.get("rope_theta", default), "rope_theta", fields.where)
     if rope_type == "default":
         return RopeConfig(theta=theta)
     factor = scaling.get("factor")

@@ -35,7 +35,7 @@ def _buffer_bytes(config: ModelConfig, itemsize: int) -> int:
 def scratch_bytes(config: ModelConfig, rows: int, context: int, cuda: bool) -> int:
     """What attention needs beside its inputs for `rows` rows at the end of a context of that many tokens, RoPE tables
     included."""
-    tables = 4 * config.head_dim * context
+    tables = 4 * config.head_dim * context * len(config.distinct_ropes)
     if not cuda:
         return tables + 4 * rows * (config.q_size + config.head_dim)
     libraries = LIBRARY_BYTES + WORKSPACE_BYTES

@@ -22,13 +22,13 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Random in every parameter, biases and norms too, so that a skipped one shows."""
+    """Random in every parameter, biases and norms too, so that a skipped one shows. Gemma's norms mean 1 + w."""
     config = AutoConfig.for_model(family, **{**SIZES, **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            around = 1.0 if "norm" in name else 0.0
+            around = 1.0 if "norm" in name and not family.startswith("gemma") else 0.0
             parameter.copy_(around + 0.15 * torch.randn(parameter.shape, generator=generator))
     return model
 
