@@ -5,11 +5,12 @@ from __future__ import annotations
 from deepinfer.stages.model.families.family import Family
 from deepinfer.stages.model.families.llama import LLAMA
 from deepinfer.stages.model.families.mistral import MISTRAL
+from deepinfer.stages.model.families.olmo2 import OLMO2
 from deepinfer.stages.model.families.qwen import QWEN2, QWEN3
 
 __all__ = ["ARCHITECTURES", "FAMILIES", "Family"]
 
-_ALL = LLAMA, MISTRAL, QWEN2, QWEN3
+_ALL = LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 """By the `model_type` of config.json."""

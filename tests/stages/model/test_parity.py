@@ -23,6 +23,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+NO_IDS = {"pad_token_id": None, "bos_token_id": None}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+"""Low enough to bite: random logits and scores exceed them."""
 
 CASES = {
     "llama": ("llama", {}),
@@ -66,6 +69,8 @@ CASES = {
     ),
     "qwen3": ("qwen3", {}),
     "qwen3 with biases and a tied head": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 with biases": ("olmo2", {"attention_bias": True}),
 }
 
 
