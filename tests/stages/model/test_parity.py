@@ -71,6 +71,11 @@ CASES = {
     "qwen3 with biases and a tied head": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {}),
     "olmo2 with biases": ("olmo2", {"attention_bias": True}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, **NO_IDS}),
+    "smollm3 with windows on the layers that it names": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 17, **NO_IDS},
+    ),
 }
 
 
