@@ -76,6 +76,8 @@ CASES = {
         "smollm3",
         {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 17, **NO_IDS},
     ),
+    "phi3 with a window": ("phi3", {"sliding_window": 20, **NO_IDS}),
+    "phi3 without a window": ("phi3", NO_IDS),
 }
 
 
