@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.config_hf import config_from_folder, config_from_json
+from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.precision import choose_dtype, has_fast_bf16
 from deepinfer.stages.model.rope import inverse_frequencies, rope_tables
 from deepinfer.stages.model.source import TensorHeader
@@ -24,6 +25,42 @@ SIZES = {"hidden_size": 256, "num_attention_heads": 32, "num_hidden_layers": 4, 
 def _read(**raw: Any) -> ModelConfig:
     generation = raw.pop("generation", {})
     return config_from_json({"intermediate_size": 64, **SIZES, **raw}, generation, "config.json")
+
+
+@pytest.mark.parametrize("family", ["olmo2", "smollm3", "phi3", "gemma2", "gemma3_text"])
+def test_fields_of_further_families_that_are_left_out_have_the_defaults_of_transformers(family: str) -> None:
+    ours, theirs = _read(model_type=family), AutoConfig.for_model(family, **SIZES)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_context == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    window = getattr(theirs, "sliding_window", None) or 0
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * 4)
+    assert ours.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    parameters = theirs.rope_parameters
+    thetas = [parameters[kind if kind in parameters else "rope_theta"] for kind in kinds]
+    rotates = getattr(theirs, "no_rope_layers", [1] * 4)
+    for layer, theta in enumerate(thetas):
+        expected = theta["rope_theta"] if isinstance(theta, dict) else theta
+        rope = ours.rope_of(layer)
+        assert (0 if rope is None else rope.theta) == expected * rotates[layer]
+    caps = [getattr(theirs, f"{kind}_logit_softcapping", None) or 0.0 for kind in ("attn", "final")]
+    assert [ours.attention_soft_cap, ours.logit_soft_cap] == caps
+
+
+def test_what_a_family_does_not_have_is_refused_by_name() -> None:
+    for raw, message in (
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported; supported: .*gemma3_text"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            _read(**raw)
+    with pytest.raises(CheckpointError, match=r"no_rope_layers is \[1, 2, 0, 1\], expected a 0 or a 1 for each of 4"):
+        _read(model_type="smollm3", no_rope_layers=[1, 2, 0, 1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +139,7 @@ def test_a_configuration_saved_by_transformers_is_read_from_its_folder(tmp_path:
     config = config_from_folder(tmp_path)
     assert (config.family, config.qk_norm, config.head_dim, config.eos_token_ids) == (
         "qwen3",
-        True,
+        "head",
         128,
         (4, 6),
     )

@@ -78,6 +78,23 @@ CASES = {
     ),
     "phi3 with a window": ("phi3", {"sliding_window": 20, **NO_IDS}),
     "phi3 without a window": ("phi3", NO_IDS),
+    "gemma2": ("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 48, **CAPS}),
+    "gemma2 without soft caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3": ("gemma3_text", {"sliding_window": 20, "num_hidden_layers": 7, "query_pre_attn_scalar": 48}),
+    "gemma3 with a stretched global rope": (
+        "gemma3_text",
+        {
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
 }
 
 
