@@ -156,9 +156,9 @@ class CudaElementwise:
         if rows:
             source = norm_source(add, out.dtype, width, delta_weight is not None, weight is not None)
             weights = [some if each is None else each for each in (weight, delta_weight)]
+            kernel, shared_bytes = compiled(self._backend, source), _THREADS // 32 * 4
             self._backend.launch(
-                *(compiled(self._backend, source), (rows, 1, 1), _THREADS, _THREADS // 32 * 4),
-                *(out, residual, delta, *weights, width, float(eps)),
+                kernel, (rows, 1, 1), _THREADS, shared_bytes, out, residual, delta, *weights, width, float(eps)
             )
 
 
