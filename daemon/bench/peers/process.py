@@ -15,11 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, cast
 
+import click
+
 DRIVER = Path(__file__).parent / "driver.py"
 GONE_SECONDS = 10.0
 
 
-class PeerFailed(Exception):
+class PeerFailed(click.ClickException):
     """It did not load, did not answer, or ended. The message is the reason."""
 
 
