@@ -20,13 +20,15 @@ NOTHING = -1
 
 @dataclass
 class Simulation:
-    """Plays the stages: transfers finish after a random number of turns, chunks at the next one."""
+    """Plays the stages: transfers finish after a random number of turns, and so do chunks where `slow_chunks` says so:
+    then others step and move meanwhile, as on a device that computes prompts beside steps."""
 
     num_blocks: int
     seed: int = 0
     config: ResidencyConfig = field(default_factory=ResidencyConfig)
     host_blocks: int = 1_000_000
     slow: int = 3
+    slow_chunks: int = 0
     copy_failures: float = 0.0
     sharing: bool = False
     """With a prefix tree; requests of one family have the same tokens as far as both go."""
@@ -45,6 +47,9 @@ class Simulation:
         """The tokens whose keys and values a block would hold."""
         self.payloads: dict[int, list[np.ndarray]] = {}
         self.chunks: list = []
+        self.chunk_turns = 0
+        self.chunk_tables: dict[int, list[int]] = {}
+        """As they were when the chunk was cut: whoever computes it knows no others."""
         self.content: dict[int, bytes] = {}
         self.swaps = 0
         self.refusals = self.recomputed = 0
@@ -96,7 +101,11 @@ class Simulation:
             self.policy.stepped(rid)
             self._register(rid)
             self._produce(rid)
-        self.chunks = self.policy.chunk()
+        if not self.chunks:
+            self.chunks = self.policy.chunk()
+            assert all(chunk.count > 0 for chunk in self.chunks), "somebody must produce the logits"
+            self.chunk_tables = {chunk.rid: self.ledger.blocks(chunk.rid) for chunk in self.chunks}
+            self.chunk_turns = self.random.randint(0, self.slow_chunks) if self.slow_chunks else 0
         self.ledger.audit()
 
     def _moves(self, moves) -> None:
@@ -130,8 +139,8 @@ class Simulation:
             self.memory[blocks] = NOTHING
         self.transfers.append((self.random.randint(0, self.slow), direction, rid, blocks))
 
-    def _store(self, rid: int, first: int, count: int) -> None:
-        table = self.ledger.blocks(rid)
+    def _store(self, rid: int, first: int, count: int, table: list[int] | None = None) -> None:
+        table = table or self.ledger.blocks(rid)
         for position in range(first, first + count):
             self.memory[table[position // BLOCK], position % BLOCK] = self.tokens[rid][position]
 
@@ -182,9 +191,12 @@ class Simulation:
             self._check_memory(rid)
 
     def _finish_chunks(self) -> None:
+        if self.chunk_turns:
+            self.chunk_turns -= 1
+            return
         chunks, self.chunks = self.chunks, []
         for chunk in chunks:
-            self._store(chunk.rid, chunk.start, chunk.count)
+            self._store(chunk.rid, chunk.start, chunk.count, self.chunk_tables[chunk.rid])
             alive = self.policy.chunk_done(chunk.rid, chunk.count)
             if alive:
                 self._register(chunk.rid)
@@ -220,7 +232,7 @@ class Simulation:
             if not self.policy.entries and not self.transfers:
                 return
             before = self.work_done()
-            for _ in range(self.slow + 3):
+            for _ in range(self.slow + self.slow_chunks + 3):
                 self.turn()
                 if not self.policy.entries:
                     break
@@ -279,35 +291,74 @@ def test_every_request_ends_with_all_its_tokens_in_pools_barely_larger_than_one(
     """10,000 runs over all policies."""
     found = in_part = 0
     for seed in range(1000):
-        rng = random.Random(seed)
-        blocks = rng.randint(4, 12)
-        longest = int(blocks * BLOCK / 1.2)
-        config = ResidencyConfig(
-            swap="recompute" not in policy,
-            offload_unit="block" if "by block" in policy else "request",
-            prefill_chunk_tokens=rng.choice([3, 8, 64]),
-            quantum=rng.choice([1, 4]),
-            max_parks=rng.choice([1, 3]),
-        )
-        simulation = Simulation(blocks, seed, config, sharing="sharing" in policy)
-        if "small host" in policy:
-            simulation.host_blocks = blocks // 2
-        if "failing copies" in policy:
-            simulation.copy_failures = 0.5
-        for rid in range(rng.randint(2, 6)):
-            prompt = rng.randint(1, longest - 2)
-            simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]), rid % 2)
-            for _ in range(rng.randint(0, 4)):
-                simulation.turn()
-        simulation.run(3000)
-        assert set(simulation.finished.values()) == {"length"}, f"seed {seed}"
-        assert simulation.produced == simulation.wanted
-        assert simulation.max_parks_seen <= config.max_parks
-        assert_all_returned(simulation)
+        simulation = run_seeded(policy, seed)
         found += simulation.found_tokens
         in_part += simulation.in_part
     assert (found > 0) == ("sharing" in policy)
     assert (in_part > 0) == ("by block" in policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunks_that_are_out_while_others_step_and_move_change_nothing_of_that(policy):
+    for seed in range(60):
+        run_seeded(policy, seed, slow_chunks=4)
+
+
+def run_seeded(policy: str, seed: int, slow_chunks: int = 0) -> Simulation:
+    """To the end, where everyone must have what is theirs."""
+    rng = random.Random(seed)
+    blocks = rng.randint(4, 12)
+    longest = int(blocks * BLOCK / 1.2)
+    config = ResidencyConfig(
+        swap="recompute" not in policy,
+        offload_unit="block" if "by block" in policy else "request",
+        prefill_chunk_tokens=rng.choice([3, 8, 64]),
+        quantum=rng.choice([1, 4]),
+        max_parks=rng.choice([1, 3]),
+    )
+    simulation = Simulation(blocks, seed, config, slow_chunks=slow_chunks, sharing="sharing" in policy)
+    if "small host" in policy:
+        simulation.host_blocks = blocks // 2
+    if "failing copies" in policy:
+        simulation.copy_failures = 0.5
+    for rid in range(rng.randint(2, 6)):
+        prompt = rng.randint(1, longest - 2)
+        simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]), rid % 2)
+        for _ in range(rng.randint(0, 4)):
+            simulation.turn()
+    simulation.run(3000)
+    assert set(simulation.finished.values()) == {"length"}, f"seed {seed}"
+    assert simulation.produced == simulation.wanted
+    assert simulation.max_parks_seen <= config.max_parks
+    assert_all_returned(simulation)
+    return simulation
+
+
+def test_a_request_whose_swap_was_refused_is_asked_again_when_something_has_left_the_host():
+    simulation = Simulation(8, config=ResidencyConfig(quantum=1), slow=0)
+    for rid in range(2):
+        simulation.submit(rid, prompt=5, new=6)
+    turn_until(simulation, lambda: simulation.produced[0] > 0 and simulation.produced[1] > 0)
+    policy, departures = simulation.policy, simulation.policy.departures
+    first, second = policy.entries[0], policy.entries[1]
+    departures.start_swap_out(first, policy.moves())
+    policy.swapped_out(0)
+    departures.start_swap_out(second, policy.moves())
+    policy.swapped_out(1, refused=True)
+    assert second.state is State.DECODE
+    assert not departures._can_swap(second)
+    assert 0 in policy.moves().swap_in or first.state is State.SWAPPING_IN
+    policy.swapped_in(0)
+    assert departures._can_swap(second)
+
+
+def test_only_blocks_that_nobody_else_holds_count_as_what_a_request_could_give():
+    ledger = BlockLedger(6)
+    table = ledger.grow(1, 3)
+    ledger.share(2, table[:1])
+    assert (ledger.exclusive_indices(1), ledger.exclusive(1), ledger.exclusive(2)) == ([1, 2], 2, 0)
+    ledger.release(2)
+    assert ledger.exclusive_indices(1) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("offload_unit", ["request", "block"])
