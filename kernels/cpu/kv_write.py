@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numba import literally
 
-from deepinfer.kernels.codecs import INT8
+from deepinfer.kernels.codecs import BF16, INT8
 from deepinfer.kernels.cpu.codecs import clamp, count_above, count_nonfinite, load16, store16, zero_nonfinite
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import load_float, load_half, store_float, store_half
@@ -24,7 +24,7 @@ from deepinfer.kernels.cpu.vec16 import (
     store_f32,
 )
 
-_INT8 = INT8.number
+_BF16, _INT8 = BF16.number, INT8.number
 _LARGEST_SCALE = np.float32(65504.0)
 _ZERO, _ONE, _LARGEST_CODE = np.float32(0.0), np.float32(1.0), np.float32(127.0)
 
@@ -67,6 +67,13 @@ def scale_head(head, factor, head_dim):  # type: ignore[no-untyped-def]
     """head = head * factor in place: what is left of `rotate_head` where nothing is rotated."""
     for d in range(head_dim):
         store_float(head + 4 * d, load_float(head + 4 * d) * factor)
+
+
+@helper
+def round_head(head, head_dim):  # type: ignore[no-untyped-def]
+    """One fp32 head to bf16, written from its own beginning on."""
+    for lane in range(0, head_dim, LANES):
+        store16(_BF16, head + 2 * lane, load_f32(head + 4 * lane))
 
 
 @helper

@@ -91,6 +91,17 @@ def store_int32(_typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def store_int(_typing: Any, address: Any, value: Any) -> Any:
+    """Write one int64."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64, nt.int64), emit
+
+
+@intrinsic
 def set_byte(_typing: Any, address: Any) -> Any:
     """Write 1 to a byte."""
 

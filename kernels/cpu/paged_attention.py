@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import BF16, FP32
+from deepinfer.kernels.cpu.attend_pairs import scratch_bytes
 from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, AttentionUnits, attention_units
 from deepinfer.kernels.cpu.plan import layer_plan
 from deepinfer.kernels.cpu.tasks import Task, bits, recorder, run_tasks
@@ -42,6 +43,13 @@ class _Workspace(NamedTuple):
     """Those that follow POSITIONS and do not change from layer to layer."""
 
 
+def _aligned(rows: int, floats: int) -> np.ndarray:
+    """fp32 [rows, floats], each row at a multiple of 64 bytes if `floats` is one of 16."""
+    memory = np.empty(rows * floats + LANES, np.float32)
+    skip = -memory.ctypes.data % (4 * LANES) // 4
+    return memory[skip : skip + rows * floats].reshape(rows, floats)
+
+
 class NumbaAttention(EncoderCounts):
     """See `PagedAttention`. Reads the stored bytes; a row's bits depend on its query and its context alone.
 
@@ -62,7 +70,9 @@ class NumbaAttention(EncoderCounts):
         heads_at_once = spec.num_q_heads // spec.num_kv_heads
         self._tile_rows = max(1, min(16, _STATE_FLOATS // (heads_at_once * spec.head_dim)))
         states = self._tile_rows * heads_at_once * (spec.head_dim + 2 * LANES)
-        self._scratch_floats = 2 * TILE * spec.head_dim + 2 * LANES + states
+        in_fp32 = 2 * TILE * spec.head_dim + 2 * LANES + states
+        in_pairs = scratch_bytes(spec.head_dim, self._tile_rows * heads_at_once) // 4
+        self._scratch_floats = -(-max(in_fp32, in_pairs) // LANES) * LANES
         self._scale, self._eps = bits(spec.scale), bits(spec.rms_norm_eps)
         self._biased = tuple(spec.split_key_bias(layer) is not None for layer in range(spec.num_layers))
 
@@ -98,12 +108,8 @@ class NumbaAttention(EncoderCounts):
 
     def _units_of(self, layer: int, dtype: torch.dtype) -> AttentionUnits:
         return attention_units(
-            self._layout.k,
-            self._layout.v,
-            _ACTIVATIONS[dtype],
-            self._spec.head_dim,
-            self._biased[layer],
-            self._spec.soft_cap,
+            *(self._layout.k, self._layout.v, _ACTIVATIONS[dtype], self._spec.head_dim, self._biased[layer]),
+            *(self._spec.soft_cap, self._spec.num_q_heads // self._spec.num_kv_heads),
         )
 
     def _prepare(self, batch: AttentionBatch) -> _Workspace:
@@ -121,7 +127,7 @@ class NumbaAttention(EncoderCounts):
             tiles=tiles,
             each_alone=len(tables) == batch.num_rows,
             queries=np.empty((batch.num_rows, row_floats), np.float32),
-            scratch=np.empty((workers, self._scratch_floats), np.float32),
+            scratch=_aligned(workers, self._scratch_floats),
             counters=np.zeros((self._spec.num_layers, 2), np.int64),
             arguments=(*addresses, tables.shape[1], tiles.ctypes.data),
         )

@@ -7,16 +7,18 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray
+from numba import carray, literally
 
-from deepinfer.kernels.codecs import Codec
-from deepinfer.kernels.cpu import plan
+from deepinfer.kernels.codecs import BF16, Codec
+from deepinfer.kernels.cpu import bf16_tiles, plan
 from deepinfer.kernels.cpu.attend import attend_unit
+from deepinfer.kernels.cpu.attend_pairs import attend_pairs, places
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.kv_write import (
     make_storable,
     normalise_head,
     rotate_head,
+    round_head,
     scale_head,
     store_head,
     unpack_head,
@@ -36,10 +38,11 @@ from deepinfer.kernels.cpu.tasks import unit
 @helper
 def write_head(  # type: ignore[no-untyped-def]
     k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
-    layer, table, position, qkv, queries, head, scale, eps,
+    rounded, layer, table, position, qkv, queries, head, scale, eps,
 ):  # fmt: skip
     """For one KV head of a row: rotate its query heads into `queries` (fp32, times `scale`), store its key and value.
-    Returns how many elements were clamped and how many were not finite."""
+    Returns how many elements were clamped and how many were not finite. `rounded`: to bf16, in the place of fp32."""
+    literally(rounded)
     num_q, num_kv = layer[plan.NUM_Q_HEADS], layer[plan.NUM_KV_HEADS]
     cos = layer[plan.COS_ADDRESS] + 4 * position * (head_dim // 2)
     sin = layer[plan.SIN_ADDRESS] + 4 * position * (head_dim // 2)
@@ -56,6 +59,8 @@ def write_head(  # type: ignore[no-untyped-def]
             rotate_head(target, cos, sin, scale, head_dim)
         else:
             scale_head(target, scale, head_dim)
+        if rounded:
+            round_head(target, head_dim)
     work = queries + 4 * head_dim * (num_q + head)
     place = (head << shift) + (position & ((1 << shift) - 1))
     unpack_head(act_codec, act_bytes, qkv + (num_q + head) * head_bytes, work, head_dim)
@@ -107,12 +112,24 @@ scratch. SCALE and EPS are fp32."""
 SATURATED, NONFINITE = range(2)
 
 
+def multiplies_pairs(k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool, soft_cap: float) -> bool:
+    """Whether stored codes are multiplied as bf16: where that is exact for them, and what the model computes in."""
+    exact = k.number in bf16_tiles.CODES and v.number in bf16_tiles.CODES
+    fits = activations is BF16 and head_dim % bf16_tiles.CHUNK == 0 and not key_bias and not soft_cap
+    return exact and fits and bf16_tiles.available()
+
+
+def rows_at_once(rows: int) -> int:
+    """In how many at a time `rows` are multiplied: at most four, in equal parts."""
+    return -(-rows // -(-rows // 4))
+
+
 @functools.cache
 def attention_units(
-    k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool, soft_cap: float = 0.0
+    k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool, soft_cap: float, group: int
 ) -> AttentionUnits:
     """Compiled for these, or loaded from disk, when it is first asked for. With `key_bias` the layer's bias is added to
-    the keys that are read. `soft_cap`: of `AttentionSpec`.
+    the keys that are read. `soft_cap`: of `AttentionSpec`. `group`: query heads of a KV head.
 
     Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key stable.
     """
@@ -120,6 +137,9 @@ def attention_units(
     v_codec, v_bytes, v_limit = v.number, v.itemsize, np.float32(v.max_finite)
     act_codec, act_bytes, biased = activations.number, activations.itemsize, int(key_bias)
     capped, cap = int(soft_cap > 0), np.float32(soft_cap)
+    pairs = int(multiplies_pairs(k, v, activations, head_dim, key_bias, soft_cap))
+    record, place = bf16_tiles.row_record(head_dim), places(head_dim)
+    alone = rows_at_once(group)
 
     @helper
     def table_of(arguments, row):  # type: ignore[no-untyped-def]
@@ -133,7 +153,7 @@ def attention_units(
         row_bytes = act_bytes * (heads + layer[plan.NUM_KV_HEADS]) * head_dim
         saturated, nonfinite = write_head(
             k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
-            layer, table_of(arguments, row), load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row),
+            pairs, layer, table_of(arguments, row), load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row),
             load_int(arguments + 8 * QKV) + row * row_bytes,
             load_int(arguments + 8 * QUERIES) + 4 * row * heads * head_dim, head,
             load_float(arguments + 8 * SCALE), load_float(arguments + 8 * EPS),
@@ -145,14 +165,22 @@ def attention_units(
             set_byte(load_int(arguments + 8 * NONFINITE_ROWS) + row)
 
     @helper
-    def attend_of(arguments, layer, first, end, head, worker):  # type: ignore[no-untyped-def]
+    def attend_of(at_once, arguments, layer, first, end, head, worker):  # type: ignore[no-untyped-def]
         row_floats = (layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]) * head_dim
-        attend_unit(
-            k_codec, k_bytes, v_codec, v_bytes, biased, capped, cap, act_codec, act_bytes, head_dim, layer,
-            table_of(arguments, first), carray(int32_pointer(load_int(arguments + 8 * POSITIONS)), (end,)), first, end,
-            head, load_int(arguments + 8 * QUERIES), row_floats, load_int(arguments + 8 * OUT),
-            load_int(arguments + 8 * SCRATCH) + worker * load_int(arguments + 8 * SCRATCH_BYTES),
-        )  # fmt: skip
+        table = table_of(arguments, first)
+        positions = carray(int32_pointer(load_int(arguments + 8 * POSITIONS)), (end,))
+        queries, out = load_int(arguments + 8 * QUERIES), load_int(arguments + 8 * OUT)
+        scratch = load_int(arguments + 8 * SCRATCH) + worker * load_int(arguments + 8 * SCRATCH_BYTES)
+        if pairs:
+            attend_pairs(
+                k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, at_once, record, place, layer,
+                table, positions, first, end, head, queries, row_floats, out, scratch,
+            )  # fmt: skip
+        else:
+            attend_unit(
+                k_codec, k_bytes, v_codec, v_bytes, biased, capped, cap, act_codec, act_bytes, head_dim, layer,
+                table, positions, first, end, head, queries, row_floats, out, scratch,
+            )  # fmt: skip
 
     @unit
     def write(arguments, row, worker):  # type: ignore[no-untyped-def]
@@ -165,7 +193,7 @@ def attention_units(
         layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
         num_kv = layer[plan.NUM_KV_HEADS]
         tile = load_int(arguments + 8 * TILES) + 8 * (index // num_kv)
-        attend_of(arguments, layer, load_int32(tile), load_int32(tile + 4), index % num_kv, worker)
+        attend_of(4, arguments, layer, load_int32(tile), load_int32(tile + 4), index % num_kv, worker)
 
     @unit
     def decode(arguments, index, worker):  # type: ignore[no-untyped-def]
@@ -173,6 +201,6 @@ def attention_units(
         num_kv = layer[plan.NUM_KV_HEADS]
         row, head = index // num_kv, index % num_kv
         write_of(arguments, layer, row, head)
-        attend_of(arguments, layer, row, row + 1, head, worker)
+        attend_of(alone, arguments, layer, row, row + 1, head, worker)
 
     return AttentionUnits(write.address, attend.address, decode.address)

@@ -1,0 +1,220 @@
+"""The read half of paged attention in bf16 products: for bf16 activations over keys and values that bf16 holds exactly.
+
+As `attend`, but queries (scaled, after RoPE) and softmax weights are rounded to bf16 before they are multiplied, as
+models that compute in bf16 do everywhere; all sums are fp32. Online softmax over tiles of 32 tokens, aligned in the
+context: a row goes through the tiles that its own context touches, whatever rows share them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import literally
+
+from deepinfer.kernels.codecs import FP16, INT8
+from deepinfer.kernels.cpu import plan
+from deepinfer.kernels.cpu.bf16_tiles import (
+    TILE,
+    key_pairs,
+    pair_accumulate,
+    pair_scores,
+    row_record,
+    store_pairs,
+    value_pairs,
+)
+from deepinfer.kernels.cpu.codecs import load16, store16
+from deepinfer.kernels.cpu.jit import helper
+from deepinfer.kernels.cpu.memory import load_half, prefetch, store_float, store_int
+from deepinfer.kernels.cpu.vec16 import (
+    LANES,
+    add,
+    exp_nonpositive,
+    fma,
+    keep_lanes,
+    lane_max,
+    lane_sum,
+    larger,
+    load_f32,
+    mul,
+    splat,
+    store_f32,
+    sub,
+)
+
+_FP16, _INT8 = FP16.number, INT8.number
+_ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+_VECTOR = 4 * LANES
+_AHEAD = 2 * TILE
+"""How far in front of what is read memory is asked for."""
+
+
+class Places(NamedTuple):
+    """Byte offsets within a worker's scratch. The records of the rows come last."""
+
+    values: int
+    staged: int
+    scales: int
+    records: int
+
+
+def places(head_dim: int) -> Places:
+    tile, staged, scales = 64 * head_dim, 2 * LANES * head_dim, 2 * 4 * TILE
+    return Places(tile, 2 * tile, 2 * tile + staged, 2 * tile + staged + scales)
+
+
+def scratch_bytes(head_dim: int, rows: int) -> int:
+    """Of a worker, for at most `rows` rows, counted once for each query head."""
+    return places(head_dim).records + rows * row_record(head_dim).length
+
+
+@helper
+def _copy_row(source, target, num_bytes):  # type: ignore[no-untyped-def]
+    for at in range(0, num_bytes, _VECTOR):
+        store_f32(target + at, load_f32(source + at))
+
+
+@helper
+def _zero_row(target, num_bytes):  # type: ignore[no-untyped-def]
+    for at in range(0, num_bytes, _VECTOR):
+        store_f32(target + at, splat(_ZERO))
+
+
+@helper
+def _rows_of(codes, row_bytes, layer, table, head, first, count, staged):  # type: ignore[no-untyped-def]
+    """Address of the codes of sixteen tokens from `first` on, one after the other: in their block, or, where they lie
+    in two blocks or there are only `count` of them, copied, with zeros for those that are missing."""
+    shift = layer[plan.BLOCK_SHIFT]
+    if count >= LANES and shift >= 4:
+        slot = (head << shift) + (first & ((1 << shift) - 1))
+        return codes + np.int64(table[first >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes
+    for token in range(LANES):
+        target = staged + token * row_bytes
+        if token >= count:
+            _zero_row(target, row_bytes)
+            continue
+        place = first + token
+        slot = (head << shift) + (place & ((1 << shift) - 1))
+        _copy_row(
+            codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes, target, row_bytes
+        )
+    return staged
+
+
+@helper
+def _load_scales(scales, layer, table, head, first, count, target):  # type: ignore[no-untyped-def]
+    """Scales of sixteen tokens as fp32, zeros for those beyond `count`."""
+    shift = layer[plan.BLOCK_SHIFT]
+    if count >= LANES and shift >= 4:
+        slot = (head << shift) + (first & ((1 << shift) - 1))
+        store_f32(target, load16(_FP16, scales + np.int64(table[first >> shift]) * layer[plan.BLOCK_BYTES] + 2 * slot))
+        return
+    for token in range(LANES):
+        value = _ZERO
+        if token < count:
+            place = first + token
+            slot = (head << shift) + (place & ((1 << shift) - 1))
+            value = load_half(scales + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + 2 * slot)
+        store_float(target + 4 * token, value)
+
+
+@helper
+def _prefetch_tile(codes, row_bytes, layer, table, head, first, context):  # type: ignore[no-untyped-def]
+    """Ask for the tile that starts at `first`, as far as the context reaches it: eight tokens lie side by side."""
+    shift = layer[plan.BLOCK_SHIFT]
+    for place in range(first, min(first + TILE, context), 8):
+        slot = (head << shift) + (place & ((1 << shift) - 1))
+        source = codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes
+        for line in range(0, 8 * row_bytes, 64):
+            prefetch(source + line)
+
+
+@helper
+def _weigh(k_codec, v_codec, scores, sums, scales, low, high):  # type: ignore[no-untyped-def]
+    """Scores of one row, fp32 [32], to its weights, bf16 [32], in the same place. `sums`: of its record; the maximum
+    and the decay follow. Tokens low .. high of the tile are seen."""
+    literally(k_codec)
+    literally(v_codec)
+    first, second = load_f32(scores), load_f32(scores + _VECTOR)
+    if k_codec == _INT8:
+        first, second = mul(first, load_f32(scales)), mul(second, load_f32(scales + _VECTOR))
+    first = keep_lanes(first, low, high, _LOWEST)
+    second = keep_lanes(second, low - LANES, high - LANES, _LOWEST)
+    before = load_f32(sums + _VECTOR)
+    top = splat(lane_max(larger(before, larger(first, second))))
+    decay = exp_nonpositive(sub(before, top))
+    first, second = exp_nonpositive(sub(first, top)), exp_nonpositive(sub(second, top))
+    store_f32(sums, fma(load_f32(sums), decay, add(first, second)))
+    store_f32(sums + _VECTOR, top)
+    store_f32(sums + 2 * _VECTOR, decay)
+    if v_codec == _INT8:
+        first, second = mul(first, load_f32(scales + 4 * TILE)), mul(second, load_f32(scales + 4 * TILE + _VECTOR))
+    store_pairs(scores, first, second)
+
+
+@helper
+def attend_pairs(  # type: ignore[no-untyped-def]
+    k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, at_once, record, place,
+    layer, table, positions, first, end, head, queries, row_floats, out, scratch,
+):  # fmt: skip
+    """As `attend.attend_unit`; `queries` hold bf16 [head_dim] where that one has fp32.
+
+    at_once: how many rows are multiplied together. record: `RowRecord` of this head_dim. place: its `Places`.
+    """
+    literally(k_codec)
+    literally(v_codec)
+    literally(act_codec)
+    literally(head_dim)
+    literally(at_once)
+    group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
+    window = layer[plan.WINDOW]
+    keys, values, staged, scales = scratch, scratch + place.values, scratch + place.staged, scratch + place.scales
+    records = scratch + place.records
+    k_row, v_row = head_dim * k_bytes, head_dim * v_bytes
+    for row in range(first, end):
+        for member in range(group):
+            mine = records + ((row - first) * group + member) * record.length
+            _zero_row(mine, record.maximum)
+            store_f32(mine + record.maximum, splat(_LOWEST))
+            store_int(mine + record.query, queries + 4 * (row * row_floats + (head * group + member) * head_dim))
+    begin = np.int64(positions[first])
+    context = np.int64(positions[end - 1]) + 1
+    start = max(0, begin - window + 1) if window > 0 else 0
+    for token in range(start - start % TILE, context, TILE):
+        _prefetch_tile(layer[plan.K_ADDRESS], k_row, layer, table, head, token + _AHEAD, context)
+        for half in range(2):
+            at = token + half * LANES
+            count = context - at
+            rows = _rows_of(layer[plan.K_ADDRESS], k_row, layer, table, head, at, count, staged)
+            key_pairs(k_codec, head_dim, rows, keys + half * _VECTOR)
+            rows = _rows_of(layer[plan.V_ADDRESS], v_row, layer, table, head, at, count, staged)
+            value_pairs(v_codec, head_dim, rows, values + half * 2 * LANES * head_dim)
+            if k_codec == _INT8:
+                _load_scales(layer[plan.K_SCALES_ADDRESS], layer, table, head, at, count, scales + half * _VECTOR)
+            if v_codec == _INT8:
+                target = scales + 4 * TILE + half * _VECTOR
+                _load_scales(layer[plan.V_SCALES_ADDRESS], layer, table, head, at, count, target)
+        _prefetch_tile(layer[plan.V_ADDRESS], v_row, layer, table, head, token + _AHEAD, context)
+        # Positions ascend by one, so the rows that see something of this tile lie side by side.
+        seen_from = first + max(0, token - begin)
+        seen_to = min(end, first + token + TILE - 1 + window - begin) if window > 0 else end
+        low_index, last = (seen_from - first) * group, (seen_to - first) * group - 1
+        for index in range(low_index, last + 1, at_once):
+            pair_scores(at_once, head_dim, keys, records, index, last)
+        for row in range(seen_from, seen_to):
+            high = begin + (row - first) + 1 - token
+            low = high - window if window > 0 else 0
+            for member in range(group):
+                mine = records + ((row - first) * group + member) * record.length
+                _weigh(k_codec, v_codec, mine + record.scores, mine + record.sums, scales, low, high)
+        for index in range(low_index, last + 1, at_once):
+            pair_accumulate(at_once, head_dim, values, records, index, last)
+    for row in range(first, end):
+        for member in range(group):
+            mine = records + ((row - first) * group + member) * record.length
+            target = out + act_bytes * head_dim * (row * layer[plan.NUM_Q_HEADS] + head * group + member)
+            inverse = splat(_ONE / lane_sum(load_f32(mine + record.sums)))
+            for lane in range(0, head_dim, LANES):
+                # Adding zero turns -0 into 0, which is all that a tile's masked slots could change.
+                value = add(mul(load_f32(mine + 4 * lane), inverse), splat(_ZERO))
+                store16(act_codec, target + act_bytes * lane, value)

@@ -1,0 +1,188 @@
+"""Paged attention in bf16 products: against a plain form that rounds at the same places, and its tiles code by code."""
+
+import numba
+import numpy as np
+import pytest
+import torch
+from kernel_harness import Case
+
+from deepinfer.kernels.attention import AttentionBatch
+from deepinfer.kernels.codecs import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8
+from deepinfer.kernels.cpu import bf16_tiles
+from deepinfer.kernels.cpu.paged_kernel import multiplies_pairs, rows_at_once
+from deepinfer.kernels.reference_attention import ReferenceAttention
+
+pytestmark = pytest.mark.skipif(not bf16_tiles.available(), reason="this processor has no AVX512-BF16 and VBMI")
+
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 65, 100)
+
+
+class Rounded(ReferenceAttention):
+    """The reference with queries and softmax weights rounded to bf16, the weights against the maximum so far."""
+
+    name = "rounding reference"
+
+    def _attend(self, layer, q, batch, first, end):
+        rows = [self._row(layer, q[row - first], batch, row) for row in range(first, end)]
+        return torch.stack(rows)
+
+    def _row(self, layer, q, batch, row):
+        spec, window = self._spec, self._spec.windows[layer]
+        end = int(batch.positions[row]) + 1
+        start = max(0, end - window) if window else 0
+        table = torch.from_numpy(batch.block_tables[batch.row_seq[row]]).long()
+        # Gathered without scales: those of int8 come in where the kernel multiplies them.
+        k, v = (self._gather(layer, side, table, start, end) for side in (0, 1))
+        k_scale, v_scale = (self._scale_of(layer, side, table, start, end) for side in (0, 1))
+        k, v = k / k_scale[:, :, None].clamp_min(1e-30), v / v_scale[:, :, None].clamp_min(1e-30)
+        group = spec.num_q_heads // spec.num_kv_heads
+        rounded = (q * spec.scale).bfloat16().float().unflatten(0, (spec.num_kv_heads, group))
+        out, sums, top = torch.zeros_like(rounded), torch.zeros(rounded.shape[:2]), torch.full(rounded.shape[:2], -1e30)
+        for tile in range(start - start % 32, end, 32):
+            part = slice(max(tile, start) - start, min(tile + 32, end) - start)
+            scores = torch.einsum("hgd,htd->hgt", rounded, k[:, part]) * k_scale[:, None, part]
+            higher = torch.maximum(top, scores.amax(-1))
+            decay, weights = (top - higher).exp(), (scores - higher[..., None]).exp()
+            sums, top = sums * decay + weights.sum(-1), higher
+            weights = (weights * v_scale[:, None, part]).bfloat16().float()
+            out = out * decay[..., None] + torch.einsum("hgt,htd->hgd", weights, v[:, part])
+        return (out / sums[..., None]).flatten()
+
+    def _scale_of(self, layer, side, table, start, end):
+        codec = (self._layout.k, self._layout.v)[side]
+        if not codec.scaled:
+            return torch.ones(self._spec.num_kv_heads, end - start)
+        scales = self._scales(layer, side)[table].contiguous().view(torch.float16).squeeze(-1).float()
+        return scales.permute(1, 0, 2).flatten(1)[:, start:end]
+
+
+def pair_case(fmt, **options):
+    return Case(fmt, **{"heads": (6, 2), "head_dim": 64, "lengths": LENGTHS, "dtype": torch.bfloat16, **options})
+
+
+def run(case, attention):
+    return torch.cat(case.forward(attention, case.everything()))
+
+
+def cosine(a, b):
+    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [
+        ("fp8_e4m3", {}),
+        ("fp8_e5m2", {"block_size": 8, "heads": (7, 1)}),
+        ("int8", {"block_size": 32, "heads": (2, 2)}),
+        ("int8", {"block_size": 8, "head_dim": 128, "qk_norm": True}),
+        ("bf16", {"head_dim": 256, "heads": (4, 1)}),
+        ("fp8_e4m3/int8", {"window": 21}),
+        ("bf16/fp8_e5m2", {"window": 40, "heads": (5, 1)}),
+    ],
+)
+def test_it_agrees_with_the_reference_that_rounds_at_the_same_places(fmt, options):
+    case = pair_case(fmt, **options)
+    pools = case.pool(), case.pool()
+    rounding = Rounded(case.spec, case.layout, pools[0], case.cos, case.sin, True)
+    exact = case.attention("reference", case.pool())
+    got = run(case, case.attention("numba", pools[1])).float()
+    want = run(case, rounding).float()
+    assert torch.equal(*pools)
+    # A rounding of a query may fall the other way, where RoPE's last bit differs: two bits of the output at most.
+    assert (got - want).abs().max() <= 2**-7 * want.abs().max()
+    assert cosine(got, want) > 1 - 1e-8
+    assert cosine(got, run(case, exact)) > 0.99999
+
+
+@pytest.mark.parametrize(("fmt", "window"), [("int8", 0), ("fp8_e4m3", 37), ("bf16", 0)])
+def test_rows_are_bit_equal_alone_and_in_any_chunking(fmt, window):
+    case = pair_case(fmt, lengths=(49, 33, 100), window=window)
+    together = case.forward(case.attention("numba", case.pool()), case.everything())
+    for seq, length in enumerate(case.lengths):
+        for chunk in (1, 5, 16, 17):
+            attention = case.attention("numba", case.pool(255))
+            pieces = [(seq, first, min(first + chunk, length)) for first in range(0, length, chunk)]
+            alone = torch.cat([case.forward(attention, [piece])[0] for piece in pieces])
+            assert torch.equal(alone, together[seq])
+
+
+@pytest.mark.parametrize(("fmt", "poison"), [("fp8_e4m3", 0x7F), ("fp8_e5m2", 0x7E), ("bf16", 0xFF), ("int8", 0x7E)])
+@pytest.mark.parametrize("window", [0, 9])
+def test_nan_in_every_unused_slot_and_in_scratch_memory_changes_no_bit(fmt, poison, window):
+    case = pair_case(fmt, lengths=(1, 9, 31, 49), window=window)
+    clean = run(case, case.attention("numba", case.pool()))
+    poisoned = case.attention("numba", case.pool(poison))
+    rows, starts = torch.cat(case.qkv), np.cumsum([0, *case.lengths])
+    positions = np.concatenate([np.arange(length) for length in case.lengths])
+    batch = AttentionBatch(positions, np.repeat(np.arange(4), case.lengths), case.tables, starts)
+    got = torch.empty_like(clean)
+    assert torch.isfinite(clean).all()
+    for _ in range(2):
+        poisoned.forward(1, rows, batch, got)
+        assert torch.equal(got, clean)
+        batch.workspace.scratch.fill(np.nan)
+        batch.workspace.queries.fill(np.nan)
+
+
+def test_a_nan_query_gives_nan_and_touches_no_other_row():
+    case = pair_case("int8", lengths=(40,))
+    clean = run(case, case.attention("numba", case.pool()))
+    case.qkv[0][20, :64] = torch.nan
+    got = run(case, case.attention("numba", case.pool()))
+    assert torch.isnan(got[20, :64]).all()
+    got[20, :64] = clean[20, :64]
+    assert torch.equal(got, clean)
+
+
+def test_huge_scores_do_not_overflow():
+    case = pair_case("bf16", lengths=(40,))
+    case.qkv[0] *= 1e4
+    assert torch.isfinite(run(case, case.attention("numba", case.pool()))).all()
+
+
+@pytest.mark.parametrize("codec", [INT8, FP8_E4M3, FP8_E5M2, BF16], ids=lambda codec: codec.name)
+def test_tiles_hold_every_code_exactly(codec):
+    """16 tokens of 64 elements: all 256 codes of 8 bits (of int8 those that encoders give) four times over."""
+    rng = np.random.default_rng(1)
+    if codec.itemsize == 1:
+        codes = np.arange(1024).astype(np.uint8)
+        codes[codes == 0x80] = 0 if codec is INT8 else 0x80
+    else:
+        codes = rng.integers(0, 65536, 1024).astype(np.uint16).view(np.uint8)
+    stored = torch.from_numpy(rng.permutation(codes.reshape(1024, -1)).reshape(16, -1))
+    ones = torch.ones(16, dtype=torch.float16) if codec.scaled else None
+    expected = codec.decode(stored, ones).bfloat16().view(torch.int16).numpy()
+    number = codec.number
+    keys, values = np.zeros((32, 2, 16, 2), np.int16), np.zeros((16, 64, 2), np.int16)
+
+    @numba.njit
+    def decode(source, keys, values):
+        bf16_tiles.key_pairs(number, 64, source, keys)
+        bf16_tiles.value_pairs(number, 64, source, values)
+
+    for half in (0, 1):
+        decode(stored.numpy().ctypes.data, keys[:, half:].ctypes.data, values[8 * half :].ctypes.data)
+        got = keys[:, half].transpose(1, 0, 2).reshape(16, 64)
+        assert_same_numbers(got, expected)
+        assert_same_numbers(values[8 * half : 8 * half + 8].transpose(0, 2, 1).reshape(16, 64), expected)
+
+
+def assert_same_numbers(got, expected):
+    got, expected = (torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16) for bits in (got, expected))
+    assert torch.equal(torch.isnan(got), torch.isnan(expected))
+    number = ~torch.isnan(expected)
+    assert torch.equal(got[number], expected[number])
+    assert torch.equal(torch.signbit(got[number]), torch.signbit(expected[number]))
+
+
+def test_only_what_bf16_holds_exactly_is_multiplied_as_bf16():
+    assert multiplies_pairs(INT8, FP8_E5M2, BF16, 64, False)
+    assert not multiplies_pairs(FP16, INT8, BF16, 64, False)
+    assert not multiplies_pairs(INT8, FP32, BF16, 64, False)
+    assert not multiplies_pairs(INT8, INT8, FP32, 64, False)
+    assert not multiplies_pairs(INT8, INT8, BF16, 80, False)
+    assert not multiplies_pairs(INT8, INT8, BF16, 64, True)
+
+
+def test_rows_are_multiplied_in_equal_parts_of_at_most_four():
+    assert [rows_at_once(rows) for rows in range(1, 17)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4, 4, 4, 4]
