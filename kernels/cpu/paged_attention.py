@@ -12,7 +12,7 @@ from torch import Tensor
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import BF16, FP32
 from deepinfer.kernels.cpu.attend_pairs import scratch_bytes
-from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, AttentionUnits, attention_units
+from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, AttentionUnits, attention_units, multiplies_pairs
 from deepinfer.kernels.cpu.plan import layer_plan
 from deepinfer.kernels.cpu.tasks import Task, bits, recorder, run_tasks
 from deepinfer.kernels.cpu.tiles import TILE
@@ -56,8 +56,6 @@ class NumbaAttention(EncoderCounts):
     Raises ValueError for a head_dim that is no multiple of 16 and for block sizes outside `BLOCK_SIZES`.
     """
 
-    name = "numba fused paged"
-
     def __init__(self, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor) -> None:
         if spec.head_dim % LANES:
             raise ValueError(f"the numba attention needs a head_dim divisible by {LANES}, not {spec.head_dim}")
@@ -74,6 +72,8 @@ class NumbaAttention(EncoderCounts):
         in_pairs = scratch_bytes(spec.head_dim, self._tile_rows * heads_at_once) // 4
         self._scratch_floats = -(-max(in_fp32, in_pairs) // LANES) * LANES
         self._scale, self._eps = bits(spec.scale), bits(spec.rms_norm_eps)
+        pairs = multiplies_pairs(layout.k, layout.v, BF16, spec.head_dim, False)
+        self.name = "numba fused paged" + (", bf16 products for bf16 activations" if pairs else "")
         self._biased = tuple(spec.split_key_bias(layer) is not None for layer in range(spec.num_layers))
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
