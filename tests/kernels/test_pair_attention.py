@@ -176,12 +176,13 @@ def assert_same_numbers(got, expected):
 
 
 def test_only_what_bf16_holds_exactly_is_multiplied_as_bf16():
-    assert multiplies_pairs(INT8, FP8_E5M2, BF16, 64, False)
-    assert not multiplies_pairs(FP16, INT8, BF16, 64, False)
-    assert not multiplies_pairs(INT8, FP32, BF16, 64, False)
-    assert not multiplies_pairs(INT8, INT8, FP32, 64, False)
-    assert not multiplies_pairs(INT8, INT8, BF16, 80, False)
-    assert not multiplies_pairs(INT8, INT8, BF16, 64, True)
+    assert multiplies_pairs(INT8, FP8_E5M2, BF16, 64, False, 0.0)
+    assert not multiplies_pairs(FP16, INT8, BF16, 64, False, 0.0)
+    assert not multiplies_pairs(INT8, FP32, BF16, 64, False, 0.0)
+    assert not multiplies_pairs(INT8, INT8, FP32, 64, False, 0.0)
+    assert not multiplies_pairs(INT8, INT8, BF16, 80, False, 0.0)
+    assert not multiplies_pairs(INT8, INT8, BF16, 64, True, 0.0)
+    assert not multiplies_pairs(INT8, INT8, BF16, 64, False, 30.0)
 
 
 def test_rows_are_multiplied_in_equal_parts_of_at_most_four():
