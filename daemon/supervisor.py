@@ -17,8 +17,9 @@ from deepinfer.stages.messages import EngineDied, Message
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = (0.5, 10.0)
-"""How long the messages of a dead engine may take to be read: after a crash, after an orderly end."""
+LAST_WORDS_SECONDS = (0.5, 60.0)
+"""How long the messages of a dead engine may take to be read: after a crash, after an orderly end. Admission reads them
+when it has done what it is at, and tokenising a huge prompt on a busy machine takes that long."""
 LOADING_SHARE = 4.0
 """Of the bound, while an engine loads: importing a library from a slow disk may stop every thread of it."""
 GIVE_UP_SECONDS = 10.0

@@ -16,7 +16,7 @@ from deepinfer.daemon.stress.cycle_plan import Plan
 from deepinfer.daemon.stress.cycles_config import CyclesConfig
 from deepinfer.daemon.stress.site import POLL_SECONDS, Launch, Site
 
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 MOMENT_SECONDS = 60.0
 ORPHAN_SECONDS = 5.0
 """After which no engine may outlive its front."""
@@ -65,11 +65,16 @@ class Load:
         return not any(thread.is_alive() for thread in self._threads)
 
     def wait(self, seconds: float) -> bool:
-        """Whether every stream has ended by then."""
-        give_up = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
-        return self.over()
+        """Until every stream has ended, or nothing has come for so long; whether they have."""
+        seen, last = -1, time.monotonic()
+        while not self.over():
+            so_far = self.tokens + self.preempted + len(self.ends)
+            if so_far != seen:
+                seen, last = so_far, time.monotonic()
+            elif time.monotonic() > last + seconds:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
 
 
 class Cycle:
@@ -187,7 +192,7 @@ class Cycle:
             self._site.kill_all()
         bound = self._config.end_s + self._config.drain_s
         if self._load is not None and not self._load.wait(bound):
-            self._fault("every stream ends", f"{len(self._load.ends)} ended within {bound:.0f} s")
+            self._fault("every stream ends", f"{len(self._load.ends)} ended, then nothing came for {bound:.0f} s")
         told = self._plan.victim == "front" or self._plan.moment == "stopping"
         if not told and not launch.over():
             self._stop(launch, bound)
