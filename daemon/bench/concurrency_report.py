@@ -67,6 +67,7 @@ def write_plot(report: Mapping[str, Any], plot: Path | None) -> None:
             of_format.sort(key=lambda point: point["max_concurrency"])
             axes.plot([p["max_concurrency"] for p in of_format], [p[key] for p in of_format], "o-", label=name)
         axes.set_xlabel("requests at the same time")
+        axes.set_xticks(sorted({point["max_concurrency"] for point in report["points"]}))
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(True, alpha=0.3)
