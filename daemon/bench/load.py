@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +33,7 @@ SILENCE_SECONDS = 60.0
 @contextmanager
 def started_daemon(*options: str) -> Iterator[Client]:
     """A real one, with a runtime folder of its own, that has answered once. Stopped at the end."""
-    with tempfile.TemporaryDirectory(prefix="dpi-") as folder:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="dpi-") as folder:
         path = Path(folder) / "run"
         command = [sys.executable, "-m", "deepinfer.daemon.cli", "start", "--detach", "--runtime-dir", str(path)]
         started = subprocess.run([*command, *options], capture_output=True, text=True)
@@ -43,6 +45,19 @@ def started_daemon(*options: str) -> Iterator[Client]:
                 yield client
         finally:
             stop_daemon(path, now=True)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a bench as Ctrl-C does, because the daemon is in a session of its own and would outlive it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

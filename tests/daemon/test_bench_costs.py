@@ -4,9 +4,13 @@ speed: what is measured must be what was asked for, and the arithmetic must be r
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from daemon_process import Daemon, running
 from tiny import MAX_CONTEXT
 
 from deepinfer.clients import Client
+from deepinfer.daemon.bench import load
 from deepinfer.daemon.bench.capacity import number_of_requests, stored
 from deepinfer.daemon.bench.capacity_config import CapacityBench
 from deepinfer.daemon.bench.in_process import InProcess
@@ -78,6 +83,25 @@ def test_benches_ask_for_daemons_that_start_would_start(tiny_path):
         shown = CliRunner().invoke(main, ["config", "show", *options])
         assert shown.exit_code == 0, shown.output
         assert "int8" in shown.output
+
+
+def test_a_bench_that_is_told_to_end_takes_its_daemon_with_it(monkeypatch):
+    """The daemon has left its session, so nobody else would."""
+    stopped: list[Path] = []
+
+    def told(command: Sequence[str], **_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    started = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(load.subprocess, "run", lambda command, **_: started)
+    monkeypatch.setattr(load, "Client", told)
+    monkeypatch.setattr(load, "stop_daemon", lambda path, now: stopped.append(path))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, load.started_daemon():
+        pytest.fail("it was told to end before it was connected")
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert len(stopped) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def option(options: Sequence[str], name: str) -> str:
