@@ -71,13 +71,12 @@ def cosine(a, b):
 @pytest.mark.parametrize(
     ("fmt", "options"),
     [
-        ("fp8_e4m3", {}),
-        ("fp8_e5m2", {"block_size": 8, "heads": (7, 1)}),
-        ("int8", {"block_size": 32, "heads": (2, 2)}),
+        ("fp8_e4m3/fp8_e5m2", {}),
+        ("fp8_e4m3/fp8_e5m2", {"block_size": 8, "heads": (7, 1)}),
+        ("int8", {"block_size": 32, "window": 21}),
         ("int8", {"block_size": 8, "head_dim": 128, "qk_norm": True}),
-        ("bf16", {"head_dim": 256, "heads": (4, 1)}),
-        ("fp8_e4m3/int8", {"window": 21}),
-        ("bf16/fp8_e5m2", {"window": 40, "heads": (5, 1)}),
+        ("int8", {"heads": (2, 2), "window": 40}),
+        ("bf16", {"block_size": 64}),
     ],
 )
 def test_it_agrees_with_the_reference_that_rounds_at_the_same_places(fmt, options):
@@ -94,7 +93,7 @@ def test_it_agrees_with_the_reference_that_rounds_at_the_same_places(fmt, option
     assert cosine(got, run(case, exact)) > 0.99999
 
 
-@pytest.mark.parametrize(("fmt", "window"), [("int8", 0), ("fp8_e4m3", 37), ("bf16", 0)])
+@pytest.mark.parametrize(("fmt", "window"), [("int8", 0), ("fp8_e4m3/fp8_e5m2", 37), ("bf16", 0)])
 def test_rows_are_bit_equal_alone_and_in_any_chunking(fmt, window):
     case = pair_case(fmt, lengths=(49, 33, 100), window=window)
     together = case.forward(case.attention("numba", case.pool()), case.everything())
@@ -106,7 +105,7 @@ def test_rows_are_bit_equal_alone_and_in_any_chunking(fmt, window):
             assert torch.equal(alone, together[seq])
 
 
-@pytest.mark.parametrize(("fmt", "poison"), [("fp8_e4m3", 0x7F), ("fp8_e5m2", 0x7E), ("bf16", 0xFF), ("int8", 0x7E)])
+@pytest.mark.parametrize(("fmt", "poison"), [("fp8_e4m3/fp8_e5m2", 0x7F), ("bf16", 0xFF), ("int8", 0x7E)])
 @pytest.mark.parametrize("window", [0, 9])
 def test_nan_in_every_unused_slot_and_in_scratch_memory_changes_no_bit(fmt, poison, window):
     case = pair_case(fmt, lengths=(1, 9, 31, 49), window=window)
