@@ -5,10 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numba
 import torch
 
+from deepinfer.kernels.cpu.tasks import Recording, recording
 from deepinfer.kernels.ops import Ops
 
 SHORTEST = 0.04
@@ -21,11 +24,17 @@ Measure = Callable[[], float]
 def prepare(ops: Ops, function: Callable[[], None]) -> Measure:
     """Run `function` once, so that everything is compiled, and return what measures it.
 
-    Where there are graphs it is captured: then the device is measured, not Python.
+    Where there are graphs it is captured, and on the CPU it is recorded, as decode steps are: so kernels are measured,
+    not Python.
     """
     function()
-    again = function if ops.capture is None else ops.capture(function).replay
-    return repeated(ops, again)
+    if ops.capture is not None:
+        return repeated(ops, ops.capture(function).replay)
+    if ops.name != "cpu":
+        return repeated(ops, function)
+    with recording() as recorder:
+        function()
+    return repeated(ops, partial(Recording(recorder).run, numba.get_num_threads()))
 
 
 def repeated(ops: Ops, function: Callable[[], Any]) -> Measure:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention_batch import AttentionBatch
 from deepinfer.kernels.cpu.packed_matmul import ROW_TILE
-from deepinfer.kernels.cpu.tasks import NotRecordableError, Program, Recorder, recording
+from deepinfer.kernels.cpu.tasks import NotRecordableError, Recorder, Recording, recording
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Step:
         with recording() as recorder:
             self.logits = compute(self.token_ids, self.batch)
         self.recorder: Recorder = recorder
-        self._steps = [Program(step) if isinstance(step, list) else step for step in recorder.steps]
+        self._recording = Recording(recorder)
 
     def fill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
         """Its inputs become these."""
@@ -46,11 +46,7 @@ class Step:
 
     def run(self, token_ids: Tensor, batch: AttentionBatch, workers: int) -> None:
         self.fill(token_ids, batch)
-        for step in self._steps:
-            if isinstance(step, Program):
-                step.run(workers)
-            else:
-                step()
+        self._recording.run(workers)
         batch.nonfinite_rows[:] = self.batch.nonfinite_rows
 
 

@@ -126,6 +126,21 @@ class Recorder:
         self.steps.append(function)
 
 
+class Recording:
+    """What a recorder took down, to be done again any number of times. Owns the memory that the tasks use."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._kept = recorder.kept
+        self._steps = [Program(step) if isinstance(step, list) else step for step in recorder.steps]
+
+    def run(self, num_workers: int) -> None:
+        for step in self._steps:
+            if isinstance(step, Program):
+                step.run(num_workers)
+            else:
+                step()
+
+
 class _Current(threading.local):
     recorder: Recorder | None = None
 
