@@ -15,7 +15,7 @@ import click
 from deepinfer.daemon.cli_bench import bench, kv_quality, validate_kernels
 from deepinfer.daemon.cli_common import EXIT_CONFIG, fail, folder_errors, folder_of, runtime_option, where_options
 from deepinfer.daemon.cli_keys import keys_group
-from deepinfer.daemon.cli_models import quantize
+from deepinfer.daemon.cli_models import models, pull, quantize
 from deepinfer.daemon.cli_operate import dump, logs, reload
 from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
 from deepinfer.daemon.cli_stress import stress
@@ -34,7 +34,7 @@ def main() -> None:
 main.add_command(config_group)
 main.add_command(plan_command)
 main.add_command(keys_group)
-for operation in (reload, logs, dump, validate_kernels, kv_quality, bench, stress, quantize):
+for operation in (reload, logs, dump, validate_kernels, kv_quality, bench, stress, pull, models, quantize):
     main.add_command(operation)
 
 

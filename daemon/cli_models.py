@@ -1,7 +1,8 @@
-"""The commands that look after models on this machine: `quantize`."""
+"""The commands that look after models on this machine: `pull`, `models` and `quantize`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,36 @@ from deepinfer.daemon.config import ConfigError
 from deepinfer.daemon.options import options_of
 from deepinfer.daemon.quantize.config import Quantize
 from deepinfer.daemon.setting import given
+
+
+@click.command()
+@click.argument("name", metavar="MODEL")
+@click.option("--revision", help="A branch, a tag or a commit. [default: main]")
+def pull(name: str, revision: str | None) -> None:
+    """Fetch MODEL into the cache of this machine: org/name, org/name:FILE.gguf, org/name:Q4_K_M, or an alias.
+
+    Goes on where an earlier fetch was cut, and compares every file with the checksum that the hub states. HF_TOKEN
+    opens private and gated models, HF_HOME says where the cache is."""
+    from deepinfer.daemon.model_pull import run_pull
+    from deepinfer.stages.model.errors import ModelError
+
+    try:
+        run_pull(name, revision)
+    except (ConfigError, ModelError) as error:
+        fail(str(error), EXIT_CONFIG)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON, with paths.")
+def models(as_json: bool) -> None:
+    """Show which models are on this machine, and whether they load. The names are what --model takes."""
+    from deepinfer.daemon.model_list import local_models, print_models
+
+    found = local_models()
+    if as_json:
+        click.echo(json.dumps([model.describe() for model in found], indent=1))
+    else:
+        print_models(found)
 
 
 @click.command()

@@ -66,11 +66,16 @@ def _unless_asked(settings: Quantize, words: str, name: str) -> str:
     return words
 
 
-def measure_divergence(settings: Quantize, source: Path, result: Path) -> dict[str, Any]:
-    """One model after the other is in memory."""
-    ops, tokenizer = open_compute(settings), load_tokenizer(source)
+def text_windows(settings: Quantize, source: Path) -> list[list[int]]:
+    """Token ids that both models read. Raises ConfigError for a text that is too short."""
+    tokenizer = load_tokenizer(source)
     ids = tokenizer.encode(read_text(settings.text, "text"), add_special=False)
-    windows = cut_windows(ids, tokenizer.encode(""), settings.positions, settings.window, settings.skip)
+    return cut_windows(ids, tokenizer.encode(""), settings.positions, settings.window, settings.skip)
+
+
+def measure_divergence(settings: Quantize, source: Path, result: Path, windows: list[list[int]]) -> dict[str, Any]:
+    """One model after the other is in memory."""
+    ops = open_compute(settings)
     exact = list(_logits(_paged(source, ops, settings), windows, settings.skip))
     got = _logits(_paged(result, ops, settings), windows, settings.skip)
     return {

@@ -19,7 +19,7 @@ from deepinfer.stages.model.rope_json import yarn_mscale
 from deepinfer.stages.model.tokenizer import load_tokenizer
 
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "NOTICE*")
-_WRITTEN = ("config.json", "model.safetensors.index.json", "quantize_config.json")
+_WRITTEN = ("config.json", "model.safetensors.index.json", "quantize_config.json", "quant_config.json")
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _LLAMA3_FACTORS = (8.0, 32.0)
@@ -54,6 +54,11 @@ def config_of(config: ModelConfig, where: str) -> dict[str, Any]:
     """What config.json says of a model that came without one. Raises UnsupportedModelError, with the file `where`, for
     what such a file cannot say."""
     family = "mistral" if config.family == "llama" and any(config.windows) else config.family
+    if family not in _ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{where}: config.json cannot be made of a {family} file; it can of {', '.join(_ARCHITECTURES)}. Give the "
+            "model's Hugging Face folder"
+        )
     raw: dict[str, Any] = {
         "architectures": [f"{_ARCHITECTURES[family]}ForCausalLM"],
         "model_type": family,

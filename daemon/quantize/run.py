@@ -13,7 +13,7 @@ import click
 from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.daemon.quantize.awq import find_scalings
 from deepinfer.daemon.quantize.config import Quantize
-from deepinfer.daemon.quantize.divergence import check_memory, measure_divergence, take_threads
+from deepinfer.daemon.quantize.divergence import check_memory, measure_divergence, take_threads, text_windows
 from deepinfer.daemon.quantize.files import write_files
 from deepinfer.daemon.quantize.folder import check_place, check_room, whole_folder
 from deepinfer.daemon.quantize.matrices import MatrixError, Scaling, write_matrix, write_plain
@@ -42,6 +42,7 @@ def run_quantize(settings: Quantize, name: str, target: Path, output: Path | Non
         checkpoint.source.close()
         raise ConfigError(f"SRC is {name!r}; no group divides the columns of any of its matrices: nothing to quantise")
     skipped = check_memory(settings, checkpoint)
+    windows = [] if skipped else text_windows(settings, source)
     started = time.monotonic()
     scalings = find_scalings(settings, checkpoint, plan) if settings.awq else {}
     errors, nbytes = _write(settings, checkpoint, plan, scalings, target)
@@ -57,7 +58,7 @@ def run_quantize(settings: Quantize, name: str, target: Path, output: Path | Non
         "left_in_16_bits": list(plan.left),
         "unties_head": plan.unties_head,
         "matrices": [error._asdict() for error in sorted(errors, key=lambda error: -error.relative_l2)],
-        "divergence": {"skipped": skipped} if skipped else measure_divergence(settings, source, target),
+        "divergence": {"skipped": skipped} if skipped else measure_divergence(settings, source, target, windows),
     }
     print_report(report, target)
     if output is not None:

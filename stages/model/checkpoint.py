@@ -14,9 +14,8 @@ from deepinfer.stages.model.config_hf import config_from_folder
 from deepinfer.stages.model.errors import CheckpointError, ModelNotFoundError
 from deepinfer.stages.model.gguf_source import GGUFSource, named_tensors, read_rope_frequencies
 from deepinfer.stages.model.gguf_split import read_model_header
-from deepinfer.stages.model.json_fields import read_json
 from deepinfer.stages.model.precision import choose_dtype, weight_bytes
-from deepinfer.stages.model.quantisation import scheme_from_json
+from deepinfer.stages.model.quantisation import scheme_of_folder
 from deepinfer.stages.model.quantised_source import QuantisedSource
 from deepinfer.stages.model.safetensors_source import SafetensorsSource
 from deepinfer.stages.model.source import WeightSource
@@ -60,7 +59,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path)
     if path.is_dir():
         config = config_from_folder(path)
-        scheme = scheme_from_json(read_json(path / "config.json"), str(path / "config.json"))
+        scheme = scheme_of_folder(path)
         source: WeightSource
         if scheme is None:
             source = SafetensorsSource(path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.json_fields import read_json
 
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
 SUPPORTED = (
@@ -14,6 +16,8 @@ SUPPORTED = (
     "8-bit integer weights and 16-bit activations (format pack-quantized), unquantised float32, float16 and bfloat16, "
     "or a GGUF file"
 )
+_BESIDE = {"quantize_config.json": GPTQ, "quant_config.json": AWQ}
+"""Files beside config.json in which older AutoGPTQ and AutoAWQ said it, where config.json itself says nothing."""
 PER_ROW = -1
 """As a group size: all columns of a row share one scale."""
 
@@ -30,6 +34,15 @@ class Scheme:
     """gptq: the checkpoint_format, gptq or gptq_v2."""
 
 
+def scheme_of_folder(folder: Path) -> Scheme | None:
+    """None for an unquantised folder. Raises as `scheme_from_json`."""
+    scheme = scheme_from_json(read_json(folder / "config.json"), str(folder / "config.json"))
+    for name, method in _BESIDE.items():
+        if scheme is None and (folder / name).exists():
+            return _scheme({"quant_method": method, **read_json(folder / name)}, str(folder / name))
+    return scheme
+
+
 def scheme_from_json(raw: Mapping[str, Any], where: str) -> Scheme | None:
     """From config.json, `where` in messages; None for an unquantised folder. Which modules are quantised is not read
     from it (modules_to_not_convert, ignore): their tensors tell, so the two cannot differ.
@@ -43,7 +56,11 @@ def scheme_from_json(raw: Mapping[str, Any], where: str) -> Scheme | None:
         return None
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: quantization_config is {config!r}, expected an object")
-    fields = _Fields(config, f"{where}: quantization_config")
+    return _scheme(config, where, ": quantization_config")
+
+
+def _scheme(config: Mapping[str, Any], where: str, key: str = "") -> Scheme:
+    fields = _Fields(config, where + key)
     readers = {AWQ: _awq, GPTQ: _gptq, COMPRESSED: _compressed}
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in readers:

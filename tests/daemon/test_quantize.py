@@ -216,6 +216,7 @@ def test_a_folder_that_is_there_is_replaced_only_when_forced_and_only_if_it_is_a
     (("--group-size", "48"), "group_size is 48; it must be one of: 128, 64, 32"),
     (("--calibration", "x"), "calibration is 'x', which only --awq reads"),
     (("--kld", "on", "--window", "4096"), "window is 4096; the longest context of this model is 512"),
+    (("--window", "128", "--skip", "16", "--positions", "90000"), "positions is 90000; this text has"),
     (("--kld", "on", "--text", "/no/such", "--window", "512"), "text is '/no/such', which cannot be read"),
 ])  # fmt: skip
 def test_an_option_that_cannot_work_is_one_sentence(

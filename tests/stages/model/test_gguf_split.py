@@ -68,16 +68,6 @@ def test_parts_of_different_splits_are_refused(tmp_path: Path) -> None:
         open_checkpoint(first)
 
 
-def test_every_part_of_a_hub_file_is_fetched_and_the_first_is_the_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, file: asked.append(file) or tmp_path / file)
-    path = resolve_model("org/name:q4/m-00002-of-00003.gguf")
-    assert path == tmp_path / "q4/m-00001-of-00003.gguf"
-    assert sorted(asked) == [f"q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
-
-
 def test_a_link_to_a_part_finds_the_other_parts_beside_the_link(tmp_path: Path) -> None:
     first = _split(tmp_path / "parts")
     links = tmp_path / "links"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from quantised_folders import (
 from reference import teacher_forced_logits
 from tiny_checkpoints import random_ids, tiny_model
 
-from deepinfer.stages.model import Checkpoint, load_model, open_checkpoint
+from deepinfer.stages.model import Checkpoint, UnsupportedModelError, load_model, open_checkpoint
 
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
 UP = "model.layers.1.mlp.up_proj"
@@ -253,3 +254,25 @@ def test_a_bias_of_zeros_that_the_model_has_not_is_dropped(tmp_path: Path) -> No
     folder = _folder(tmp_path, "gptq", 128)
     folder.tensors[f"{UP}.bias"] = torch.zeros(384, dtype=torch.float16)
     assert f"{UP}.bias" not in open_checkpoint(folder.write()).source.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "config"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 64, "desc_act": False, "sym": False}),
+        ("awq", "quant_config.json", {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}),
+    ],
+)
+def test_a_configuration_beside_config_json_is_read_as_older_tools_wrote_it(
+    method: str, file: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = _folder(tmp_path, method, 64)
+    folder.config = {}
+    path = folder.write()
+    with pytest.raises(UnsupportedModelError, match="has dtype I32"):
+        open_checkpoint(path)
+    (path / file).write_text(json.dumps(config))
+    _check_weights(open_checkpoint(path), folder)
+    (path / file).write_text(json.dumps({**config, "bits": 3, "w_bit": 3}))
+    with pytest.raises(UnsupportedModelError, match=rf"{file}\.bits is 3"):
+        open_checkpoint(path)

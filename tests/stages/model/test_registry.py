@@ -111,21 +111,3 @@ def test_a_name_that_is_nothing_is_answered_with_what_would_be_right(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError, match=r"GGUF file.*smollm2-135m.*org/name"):
         resolve_model(name)
-
-
-def test_a_hub_id_goes_through_the_hub_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **o: asked.append((repo,)) or tmp_path)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or tmp_path / "f.gguf")
-    assert resolve_model("org/name-1.5") == tmp_path
-    assert resolve_model("org/name:sub/f.gguf") == tmp_path / "f.gguf"
-    assert resolve_model("org/name/f.gguf") == tmp_path / "f.gguf"
-    assert asked == [("org/name-1.5",), ("org/name", "sub/f.gguf"), ("org/name", "f.gguf")]
-
-
-def test_a_hub_id_that_is_not_cached_fails_clearly_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name in ("no-such-org/no-such-model", "no-such-org/no-such-model:x.gguf"):
-        with pytest.raises(ModelNotFoundError, match=r"no-such-org/no-such-model.*alias"):
-            resolve_model(name)
