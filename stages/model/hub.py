@@ -197,7 +197,7 @@ def _in_words(hub: HubId) -> Iterator[None]:
 def _offline(hub: HubId, where: str, error: Exception) -> str:
     from huggingface_hub import constants
 
-    if constants.is_offline_mode():
+    if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set: unset it to fetch it"
     else:
         why = f"{where} cannot be reached ({type(error).__name__}): connect and `deepinfer-daemon pull {hub}` once"
