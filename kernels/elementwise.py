@@ -118,15 +118,13 @@ def gelu_mul(gate_up: Tensor, out: Tensor) -> None:
 
 
 def soft_cap(values: Tensor, cap: float) -> None:
-    """cap * tanh(value / cap) in place, for contiguous fp32 values."""
-    if values.dtype != torch.float32 or not values.is_contiguous():
-        raise ValueError(f"a soft cap needs contiguous fp32 values, not {values.dtype}")
-    if _is_odd(values.numel()):
-        values.copy_(reference_soft_cap(values, cap))
-        return
-    arguments = values.data_ptr(), values.numel(), bits(cap)
+    """cap * tanh(value / cap) in place, for contiguous fp32 values [N, W]."""
+    if values.dtype != torch.float32 or values.dim() != 2 or not values.is_contiguous():
+        raise ValueError(f"a soft cap needs contiguous fp32 rows, not {values.dtype} {tuple(values.shape)}")
+    rows, width = values.shape
     workers = numba.get_num_threads() if values.numel() >= PARALLEL_ELEMENTS else 1
-    run_tasks([Task(soft_cap_unit(), -(-values.numel() // CAP_PIECE), arguments)], workers, values)
+    task = Task(soft_cap_unit(), rows * -(-width // CAP_PIECE), (values.data_ptr(), width, bits(cap)))
+    run_tasks([task], workers, values)
 
 
 def _check_gate(gate_up: Tensor, out: Tensor) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from deepinfer.daemon.stress.tiny_model import (
     CHAT_TEMPLATE,
@@ -20,7 +21,7 @@ from deepinfer.daemon.stress.tiny_model import (
     tiny_sizes,
 )
 
-__all__ = ["CHAT_TEMPLATE", "MAX_CONTEXT", "byte_tokenizer", "save_tiny_llama", "save_tiny_qwen2"]
+__all__ = ["CHAT_TEMPLATE", "MAX_CONTEXT", "byte_tokenizer", "save_tiny_family", "save_tiny_llama", "save_tiny_qwen2"]
 
 
 def save_tiny_qwen2(folder: Path, key_biases: Mapping[int, float]) -> Path:
@@ -31,3 +32,10 @@ def save_tiny_qwen2(folder: Path, key_biases: Mapping[int, float]) -> Path:
         for channel, bias in key_biases.items():
             model.model.layers[0].self_attn.k_proj.bias[channel] = bias
     return save_whole(model, folder)
+
+
+def save_tiny_family(folder: Path, family: str, **overrides: Any) -> Path:
+    """`overrides`: fields of its configuration."""
+    torch.manual_seed(7)
+    fields = {**tiny_sizes(), "head_dim": 16, "pad_token_id": None, **overrides}
+    return save_whole(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)), folder)

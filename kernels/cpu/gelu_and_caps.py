@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 
+import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import Codec
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_float, load_int
+from deepinfer.kernels.cpu.memory import load_float, load_int, store_float
 from deepinfer.kernels.cpu.tasks import unit
 from deepinfer.kernels.cpu.vec16 import LANES, div, gelu_tanh, load_f32, mul, splat, store_f32, tanh
 
@@ -42,14 +44,21 @@ CAP_PIECE = 4096
 
 @functools.cache
 def soft_cap_unit() -> int:
-    """(values fp32, how many, cap fp32): cap * tanh(value / cap) in place, `CAP_PIECE` values for each unit. How many
-    is a multiple of 16."""
+    """(rows of fp32 values, width of a row, cap fp32): cap * tanh(value / cap) in place, `CAP_PIECE` values for each
+    unit."""
 
     @unit
     def soft_cap(arguments, index, worker):  # type: ignore[no-untyped-def]
-        values, count, cap = load_int(arguments), load_int(arguments + 8), splat(load_float(arguments + 16))
-        for place in range(index * CAP_PIECE, min((index + 1) * CAP_PIECE, count), LANES):
-            at = values + 4 * place
-            store_f32(at, mul(tanh(div(load_f32(at), cap)), cap))
+        width, cap = load_int(arguments + 8), load_float(arguments + 16)
+        pieces = (width + CAP_PIECE - 1) // CAP_PIECE
+        row, first = load_int(arguments) + 4 * width * (index // pieces), CAP_PIECE * (index % pieces)
+        end = min(first + CAP_PIECE, width)
+        whole = end - (end - first) % LANES
+        for place in range(first, whole, LANES):
+            at = row + 4 * place
+            store_f32(at, mul(tanh(div(load_f32(at), splat(cap))), splat(cap)))
+        for place in range(whole, end):
+            at = row + 4 * place
+            store_float(at, np.float32(math.tanh(load_float(at) / cap)) * cap)
 
     return soft_cap.address

@@ -97,10 +97,10 @@ class CudaElementwise:
         out.copy_(x)
 
     def soft_cap(self, values: Tensor, cap: float) -> None:
-        """cap * tanh(value / cap) in place, for fp32 values whose number is a multiple of 4."""
+        """cap * tanh(value / cap) in place, for fp32 values."""
         count = values.numel()
-        if values.dtype != torch.float32 or count % 4 or count >= 2**31:
-            raise ValueError(f"a soft cap needs a multiple of 4 fp32 values below 2^31, not {count} of {values.dtype}")
+        if values.dtype != torch.float32 or count >= 2**31:
+            raise ValueError(f"a soft cap needs less than 2^31 fp32 values, not {count} of {values.dtype}")
         if count:
             kernel = compiled(self._backend, soft_cap_source())
             self._backend.launch(kernel, (-(-count // _FOURS), 1, 1), _THREADS, 0, values, count, float(cap))

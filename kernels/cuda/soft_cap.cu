@@ -15,6 +15,10 @@ extern "C" __global__ void __launch_bounds__(256)
                 int count, float cap) {
     const i64 place = (i64(blockIdx.x) * 256 + threadIdx.x) * 4;
     if (place >= count) return;
+    if (place + 4 > count) {
+        for (i64 last = place; last < count; ++last) values[last] = capped(values[last], cap);
+        return;
+    }
     const Float4 four = load_four<0>(values, place);
     store_four<0>(values, place, {capped(four.x, cap), capped(four.y, cap), capped(four.z, cap), capped(four.w, cap)});
 }

@@ -70,7 +70,7 @@ def test_the_gate_with_gelu_agrees_with_torch(dtype, shape):
     assert close(out, elementwise.reference_gelu_mul(gate_up), dtype)
 
 
-@pytest.mark.parametrize("width", [49152, 5000, 9])
+@pytest.mark.parametrize("width", [49152, 5001, 9])
 def test_soft_caps_agree_with_torch_and_keep_nan(width):
     values = 40 * random(3, width)
     values[0, :6] = torch.tensor([0.0, 1e-4, -1e-4, 1e9, float("-inf"), float("nan")])

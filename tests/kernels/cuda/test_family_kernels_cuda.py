@@ -39,8 +39,7 @@ def close(got, expected):
     return torch.allclose(got.float(), expected, atol=limit / 2, rtol=limit)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("dtype", "normed"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_what_is_added_is_normalised_first(rows_of, dtype, normed):
     x, delta = 3 * random(3, 1028), (5 * random(3, 1028, seed=1)).to(dtype)
     delta_weight, weight = random(1028, seed=2), random(1028, seed=3) if normed else None
@@ -50,7 +49,7 @@ def test_what_is_added_is_normalised_first(rows_of, dtype, normed):
     assert close(out, reference_rms_norm(residual, weight, EPS) if normed else residual)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_a_norm_of_a_whole_projection_leaves_the_values_alone(rows_of, dtype):
     qkv, q_weight, k_weight = (3 * random(3, 1300)).to(dtype), random(1032, seed=1), random(132, seed=2)
     got = qkv.clone()
@@ -61,7 +60,7 @@ def test_a_norm_of_a_whole_projection_leaves_the_values_alone(rows_of, dtype):
     assert torch.equal(got[:, 1164:], qkv[:, 1164:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_the_gate_with_gelu_agrees_with_torch(rows_of, dtype):
     gate_up = (4 * random(3, 2 * 1028)).to(dtype)
     gate_up[0, :5] = torch.tensor([0.0, -200.0, 200.0, -6.0, 1e-3])
@@ -71,7 +70,7 @@ def test_the_gate_with_gelu_agrees_with_torch(rows_of, dtype):
 
 
 def test_soft_caps_agree_with_torch_and_keep_nan(rows_of):
-    values = 40 * random(2, 5000)
+    values = 40 * random(3, 1001)
     values[0, :6] = torch.tensor([0.0, 1e-4, -1e-4, 1e9, float("-inf"), float("nan")])
     expected = reference_soft_cap(values, 30.0)
     rows_of.soft_cap(values, 30.0)

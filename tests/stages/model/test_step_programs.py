@@ -6,7 +6,7 @@ import numba
 import pytest
 import torch
 from step_runs import MAX_ROWS, Sequences, Side, random_run
-from tiny import save_tiny_llama
+from tiny import save_tiny_family, save_tiny_llama
 
 from deepinfer.kernels import packed_linear
 from deepinfer.kernels.cpu import step_programs
@@ -34,6 +34,24 @@ def test_replayed_steps_are_bit_equal_to_computed_ones_in_logits_and_in_the_pool
     assert {rows for rows, _ in programs.captured} >= set(range(1, MAX_ROWS + 1))
     assert programs.replays >= 20
     assert programs.in_use
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma2", {"sliding_window": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+        ("gemma3_text", {"sliding_window": 12, "num_hidden_layers": 7}),
+        ("olmo2", {}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("phi3", {}),
+    ],
+)
+def test_what_a_family_has_beside_llama_is_part_of_the_recorded_step(tmp_path, family, fields):
+    path = save_tiny_family(tmp_path, family, **fields)
+    same, programs = random_run(load_model(open_checkpoint(path), "bf16"), "int8", seed=3, steps=12)
+    assert same
+    assert programs.in_use
+    assert programs.replays >= 5
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
