@@ -169,6 +169,7 @@ class EngineHost:
                 offload_unit=config.offload_unit,
                 quantum=config.residency_quantum,
                 max_parks=config.max_parks,
+                window=self.model.config.widest_window,
                 swap=can_swap,
                 recompute=config.preemption != "swap-only",
             ),

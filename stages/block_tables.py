@@ -24,9 +24,10 @@ class BlockTables:
     def refresh(self, rid: int) -> None:
         """Before the request is computed."""
         request = self._requests[rid]
-        if request.num_blocks != self._ledger.held(rid):
+        if request.num_blocks != self._ledger.covered(rid):
             blocks = self._ledger.blocks(rid)
-            request.table[: len(blocks)] = blocks
+            # Places that are past: no row looks there, but every id must be one.
+            request.table[: len(blocks)] = [max(block, 0) for block in blocks]
             request.num_blocks = len(blocks)
 
     def blocks_at(self, rid: int, places: Sequence[int]) -> list[int]:

@@ -154,6 +154,8 @@ class DecodeStage(Stage):
                 self.counters.computed(request.note_computed(chunk.start + chunk.count), chunk.count)
             begun = self._residency.fork(chunk.rid) if alive and chunk.last else []
             self._note_forks(begun, chunk.start + chunk.count)
+            if alive:
+                self._residency.let_past(chunk.rid)
             for rid in (chunk.rid, *chunk.forks):
                 if rid not in self._residency.entries:  # It ended while its chunk was out.
                     del self._requests[rid]
@@ -227,6 +229,7 @@ class DecodeStage(Stage):
         for rid in rids:
             self._residency.stepped(rid)
             self._tables.register_filled(rid)
+            self._residency.let_past(rid)
         self.counters.decoded(sum(span.start + span.count for span in spans), monotonic() - began)
         self.progress += 1
         self._deliver(outcomes)

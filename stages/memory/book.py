@@ -70,13 +70,14 @@ class Book:
     def cost(self, entry: Entry) -> int:
         """Available blocks that bringing it in uses up: blocks that others hold already cost nothing."""
         known = self.known(entry)
-        return self.wanted(entry) - self.ledger.held(entry.rid) - len(known) + self.ledger.idle_among(known)
+        has = entry.past + self.ledger.held(entry.rid)
+        return self.wanted(entry) - has - len(known) + self.ledger.idle_among(known)
 
     def growth(self, entry: Entry) -> int:
         """Blocks that a decoding request lacks for its next token: a further one, or its own copy of the last one."""
         if self.shares_next(entry):
             return 1
-        return max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.held(entry.rid))
+        return max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.covered(entry.rid))
 
     def growth_demand(self) -> int:
         return sum(self.growth(entry) for entry in self.in_state(State.DECODE))
@@ -85,11 +86,12 @@ class Book:
         """Whether forks share the block that its next token belongs in. Full blocks are never written to."""
         return self.ledger.is_shared(entry.rid, entry.cached // self.block_size)
 
-    def stored(self, entry: Entry) -> int:
-        return blocks_for(entry.cached, self.block_size)
+    def stored(self, entry: Entry) -> range:
+        """Places in its table of the blocks that hold something which will be looked at again."""
+        return range(entry.past, blocks_for(entry.cached, self.block_size))
 
     def leaves_wholly(self, entry: Entry) -> bool:
-        return len(entry.away) + len(entry.leaving) == self.stored(entry)
+        return len(entry.away) + len(entry.leaving) == len(self.stored(entry))
 
     def arriving(self) -> int:
         """What swaps under way will free."""

@@ -124,7 +124,7 @@ class Departures:
             victim.leaving = cold[:short]
             return short
         away = set(victim.away)
-        victim.leaving = [i for i in range(self._book.stored(victim)) if i not in away]
+        victim.leaving = [place for place in self._book.stored(victim) if place not in away]
         return len(held)
 
     def recompute(self, entry: Entry) -> None:
@@ -132,4 +132,4 @@ class Departures:
         entry.swap_refused = False
         entry.away = []
         entry.state = State.WAITING
-        entry.cached = entry.target = 0
+        entry.cached = entry.target = entry.past = 0

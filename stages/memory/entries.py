@@ -44,7 +44,9 @@ class Entry:
     target: int = 0
     """In PREFILL: store this many, then sample."""
     cached: int = 0
-    """Tokens whose keys and values are stored."""
+    """Tokens whose keys and values are stored, or were while somebody could see them."""
+    past: int = 0
+    """Blocks at the beginning of its context that it let go of: no layer's window reaches them."""
     leaving: list[int] = field(default_factory=list)
     """In SWAPPING_OUT: places in its table of the blocks that are being copied."""
     away: list[int] = field(default_factory=list)
@@ -91,6 +93,8 @@ class ResidencyConfig:
     watermark_blocks: int = 1
     """Kept free beside a resumed request while others run, so that the next token does not push it out again."""
     swap: bool = True
+    window: int = 0
+    """Tokens that the layer with the widest window sees; 0 if any layer sees everything."""
     recompute: bool = True
     """Without room on the host, drop a victim's blocks and compute them again later."""
 

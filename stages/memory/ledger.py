@@ -9,8 +9,8 @@ import numpy as np
 
 from deepinfer.stages.memory.prefix import PrefixTree
 
-HOLE = -1
-"""In a table: this block is on the host."""
+HOLE, PAST = -1, -2
+"""In a table: this block is on the host; this one is not needed any more, because every layer's window has left it."""
 
 
 class LedgerError(RuntimeError):
@@ -36,6 +36,8 @@ class BlockLedger:
         self._held: dict[int, list[int]] = {}
         self._holes: dict[int, int] = {}
         """How many of them a table has, if any."""
+        self._past: dict[int, int] = {}
+        """The same for places that are past."""
         self._references = [0] * num_blocks
 
     @property
@@ -55,13 +57,21 @@ class BlockLedger:
     def used(self) -> int:
         return self.num_blocks - self.available
 
+    def past(self, rid: int) -> int:
+        """Places at the beginning of its table that nobody will look at again."""
+        return self._past.get(rid, 0)
+
+    def covered(self, rid: int) -> int:
+        """Places of its table that need no block: it has one, or will not look there again."""
+        return self.held(rid) + self.past(rid)
+
     @property
     def holders(self) -> int:
         """Requests that hold blocks."""
         return len(self._held)
 
     def held(self, rid: int) -> int:
-        return len(self._held.get(rid, ())) - self._holes.get(rid, 0)
+        return len(self._held.get(rid, ())) - self._holes.get(rid, 0) - self.past(rid)
 
     def exclusive(self, rid: int) -> int:
         """Blocks that become available when `rid` lets go of them: those that no other request holds."""
@@ -70,11 +80,11 @@ class BlockLedger:
     def exclusive_indices(self, rid: int) -> list[int]:
         """Their places in the table of `rid`, ascending."""
         table = self._held.get(rid, ())
-        return [index for index, block in enumerate(table) if block != HOLE and self._references[block] == 1]
+        return [index for index, block in enumerate(table) if block >= 0 and self._references[block] == 1]
 
     def blocks(self, rid: int) -> list[int]:
-        """The block table of a request, in context order, with a HOLE for every block that was lifted out of it. A
-        copy: the ledger's own list never leaves it."""
+        """The block table of a request, in context order, with a HOLE for every block that was lifted out of it, and
+        PAST for those that it let go of because they are past. A copy: the ledger's own list never leaves it."""
         return list(self._held.get(rid, ()))
 
     def block(self, rid: int, index: int) -> int:
@@ -107,6 +117,26 @@ class BlockLedger:
         new = iter(self._allocate(rid, self._holes.pop(rid, 0)))
         table = self._held.get(rid, [])
         table[:] = [next(new) if block == HOLE else block for block in table]
+
+    def let_past(self, rid: int, until: int) -> int:
+        """Nobody will look at places before `until` of the table again: let go of their blocks, up to the first one
+        that others hold too. The tree forgets them and what follows them. Returns how many blocks that were."""
+        table, first = self._held[rid], self.past(rid)
+        place = first
+        while place < min(until, len(table)) and self._references[table[place]] == 1:
+            self.lift(rid, [place])
+            table[place] = PAST
+            place += 1
+        if place > first:
+            self._holes[rid] -= place - first
+            self._past[rid] = place
+        return place - first
+
+    def begin_past(self, rid: int, count: int) -> None:
+        """An empty table begins with `count` places that are past."""
+        if count:
+            self._held[rid] = [PAST] * count
+            self._past[rid] = count
 
     def _allocate(self, rid: int, count: int) -> list[int]:
         if count > self.available:
@@ -161,8 +191,9 @@ class BlockLedger:
 
     def release(self, rid: int) -> int:
         """Let go of every block of `rid`. Idempotent; returns how many there were."""
-        blocks = [block for block in self._held.pop(rid, []) if block != HOLE]
+        blocks = [block for block in self._held.pop(rid, []) if block >= 0]
         self._holes.pop(rid, None)
+        self._past.pop(rid, None)
         # The end of a chain goes first, so that it is the first to be evicted.
         for block in reversed(blocks):
             self._let_go(block)
@@ -187,7 +218,7 @@ class BlockLedger:
         holders = np.zeros(self.num_blocks, dtype=np.int64)
         for blocks in self._held.values():
             for block in blocks:
-                if block != HOLE:
+                if block >= 0:
                     holders[block] += 1
         free = np.zeros(self.num_blocks, dtype=np.int64)
         for block in self._free:

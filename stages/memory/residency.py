@@ -15,9 +15,12 @@ from collections.abc import Sequence
 
 from deepinfer.stages.memory.book import Book
 from deepinfer.stages.memory.departures import Departures
-from deepinfer.stages.memory.entries import Chunk, Entry, Moves, OwnCopy, ResidencyConfig, State, Step
+from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, OwnCopy, ResidencyConfig, State, Step
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
+
+READ_TOGETHER = 16
+"""Kernels read contexts in pieces of so many tokens: a piece that a window begins in is read from its first one."""
 
 
 class Residency:
@@ -193,7 +196,9 @@ class Residency:
             sampled = fork.busy
             if not self._dismiss(fork) or not sampled:
                 continue
-            self.ledger.share(fork.rid, stored)
+            self.ledger.begin_past(fork.rid, leader.past)
+            self.ledger.share(fork.rid, stored[leader.past :])
+            fork.past = leader.past
             fork.state = State.DECODE
             fork.cached = fork.target = leader.cached
             fork.registered = leader.registered
@@ -257,6 +262,16 @@ class Residency:
         for entry in self.entries.values():
             entry.swap_refused = False
 
+    def let_past(self, rid: int) -> None:
+        """After a step or a chunk, when the tree was told of what it filled: let go of blocks that the next token's
+        windows do not reach, nor those of any later one."""
+        entry = self.entries.get(rid)
+        if not self.config.window or entry is None or entry.locked or entry.state not in RUNNING:
+            return
+        first = max(0, entry.cached - self.config.window + 1)
+        until = first // READ_TOGETHER * READ_TOGETHER // self.block_size
+        entry.past += self.ledger.let_past(rid, until)
+
     def unregistered(self, rid: int) -> range:
         """Full blocks that the tree has not been told of yet."""
         entry = self.entries[rid]
@@ -280,9 +295,11 @@ class Residency:
 
     def _bring_in(self, entry: Entry, moves: Moves) -> None:
         known = self._book.known(entry)
+        if not self.ledger.covered(entry.rid):
+            self.ledger.begin_past(entry.rid, entry.past)
         self.ledger.share(entry.rid, known)
         self.ledger.refill(entry.rid)
-        self.ledger.grow(entry.rid, self._book.wanted(entry) - self.ledger.held(entry.rid))
+        self.ledger.grow(entry.rid, self._book.wanted(entry) - self.ledger.covered(entry.rid))
         entry.yielded = 0
         entry.last_active = self._turn
         if self._book.claimant == entry.rid:

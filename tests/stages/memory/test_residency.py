@@ -11,7 +11,7 @@ import pytest
 from deepinfer.stages.memory.entries import RUNNING, ResidencyConfig, State
 from deepinfer.stages.memory.ledger import HOLE, BlockLedger, LedgerError
 from deepinfer.stages.memory.prefix import PrefixTree, chain_keys, root_key
-from deepinfer.stages.memory.residency import Residency
+from deepinfer.stages.memory.residency import READ_TOGETHER, Residency
 from deepinfer.stages.memory.sizes import blocks_for
 
 BLOCK = 4
@@ -54,6 +54,8 @@ class Simulation:
         self.swaps = 0
         self.refusals = self.recomputed = 0
         self.in_part = self.shared_copies = 0
+        self.forked = False
+        self.let_go = self.most_held = 0
         self.residencies: dict[int, int] = {}
         self.max_parks_seen = 0
 
@@ -67,6 +69,7 @@ class Simulation:
         self.tokens[rid] = np.concatenate([common[:prompt], np.full(new, 100 + rid)]).astype(np.int32)
         self.wanted[rid] = new
         self.produced[rid] = 0
+        self.forked |= leader is not None
         self.policy.submit(rid, prompt, prompt + new - 1, priority, self.keys(rid, prompt), leader)
 
     def cancel(self, rid: int) -> None:
@@ -96,10 +99,12 @@ class Simulation:
         self._moves(step.moves)
         for rid in step.rows:
             entry = self.policy.entries[rid]
-            assert self.ledger.held(rid) * BLOCK >= entry.cached + 1
+            assert self.ledger.covered(rid) * BLOCK >= entry.cached + 1
+            self._check_visible(rid)
             self._store(rid, entry.cached, 1)
             self.policy.stepped(rid)
             self._register(rid)
+            self._let_past(rid)
             self._produce(rid)
         if not self.chunks:
             self.chunks = self.policy.chunk()
@@ -118,7 +123,7 @@ class Simulation:
                 self._drop(rid)
         for rid in moves.swap_out:
             leaving = self.policy.entries[rid].leaving
-            self.in_part += 0 < len(leaving) < blocks_for(self.policy.entries[rid].cached, BLOCK)
+            self.in_part += 0 < len(leaving) < blocks_for(self.policy.entries[rid].cached, BLOCK) - self._past(rid)
             self._begin_transfer("out", rid, leaving)
         for rid in moves.swap_in:
             self._note_return(rid)
@@ -139,16 +144,38 @@ class Simulation:
             self.memory[blocks] = NOTHING
         self.transfers.append((self.random.randint(0, self.slow), direction, rid, blocks))
 
+    def _past(self, rid: int) -> int:
+        return self.policy.entries[rid].past
+
     def _store(self, rid: int, first: int, count: int, table: list[int] | None = None) -> None:
         table = table or self.ledger.blocks(rid)
         for position in range(first, first + count):
             self.memory[table[position // BLOCK], position % BLOCK] = self.tokens[rid][position]
 
     def _check_memory(self, rid: int) -> None:
-        """What a request has stored is its own tokens, wherever it has been meanwhile."""
-        cached = self.policy.entries[rid].cached
-        stored = self.memory[self.ledger.blocks(rid)].reshape(-1)[:cached]
-        assert stored.tolist() == self.tokens[rid][:cached].tolist()
+        """What a request has stored and may look at again is its own tokens, wherever it has been meanwhile."""
+        entry = self.policy.entries[rid]
+        first, cached = entry.past * BLOCK, entry.cached
+        stored = self.memory[self.ledger.blocks(rid)[entry.past :]].reshape(-1)[: cached - first]
+        assert stored.tolist() == self.tokens[rid][first:cached].tolist()
+
+    def _first_read(self, rid: int) -> int:
+        """The first token that a kernel reads for the next one."""
+        first = max(0, self.policy.entries[rid].cached - self.config.window + 1) if self.config.window else 0
+        return first - first % READ_TOGETHER
+
+    def _check_visible(self, rid: int) -> None:
+        assert self.policy.entries[rid].past * BLOCK <= self._first_read(rid)
+        self._check_memory(rid)
+
+    def _let_past(self, rid: int) -> None:
+        before = self.policy.entries[rid].past
+        self.policy.let_past(rid)
+        entry = self.policy.entries[rid]
+        self.let_go += entry.past - before
+        self.most_held = max(self.most_held, self.ledger.held(rid))
+        if not self.sharing and self.config.window and not self.forked:
+            assert entry.past == self._first_read(rid) // BLOCK, entry
 
     def _note_departure(self, rid: int) -> None:
         """Whoever had its turn in DECODE has produced something there."""
@@ -207,6 +234,8 @@ class Simulation:
                     self._note_return(rid)
                 for rid in (chunk.rid, *begun):
                     self._produce(rid)
+            if alive and chunk.rid in self.policy.entries:
+                self._let_past(chunk.rid)
 
     def _register(self, rid: int) -> None:
         """Every block of the table must hold this request's own tokens, whoever computed them."""
@@ -216,7 +245,7 @@ class Simulation:
             block = self.ledger.block(rid, index)
             self.content[block] = entry.keys[index]
             self.policy.filled(rid, index)
-        for index in range(entry.registered):
+        for index in range(entry.past, entry.registered):
             if entry.parks == 0:
                 assert self.content[self.ledger.block(rid, index)] == entry.keys[index]
 
@@ -359,6 +388,68 @@ def test_only_blocks_that_nobody_else_holds_count_as_what_a_request_could_give()
     assert (ledger.exclusive_indices(1), ledger.exclusive(1), ledger.exclusive(2)) == ([1, 2], 2, 0)
     ledger.release(2)
     assert ledger.exclusive_indices(1) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_windowed_requests_hold_only_what_they_can_still_see_and_lose_none_of_it(policy):
+    """1,200 runs over all policies. Forks share their prompt and what is past of it."""
+    let_go = in_part = swaps = found = 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        blocks = rng.randint(8, 20)
+        longest = int(blocks * BLOCK / 1.2)
+        config = ResidencyConfig(
+            swap="recompute" not in policy,
+            offload_unit="block" if "by block" in policy else "request",
+            prefill_chunk_tokens=rng.choice([3, 8, 64]),
+            quantum=rng.choice([1, 4]),
+            max_parks=rng.choice([1, 3]),
+            window=rng.choice([1, 5, 16, 17, 30]),
+        )
+        simulation = Simulation(blocks, seed, config, sharing="sharing" in policy)
+        if "small host" in policy:
+            simulation.host_blocks = blocks // 2
+        if "failing copies" in policy:
+            simulation.copy_failures = 0.5
+        forks = seed % 3 == 0
+        for rid in range(0, 2 * rng.randint(2, 6), 2):
+            prompt = rng.randint(1, longest - 2)
+            new, priority = rng.randint(1, longest - prompt), rng.choice([0, 0, 1])
+            simulation.submit(rid, prompt, new, priority, rid % 4)
+            if forks:
+                simulation.submit(rid + 1, prompt, new, priority, rid % 4, leader=rid)
+            for _ in range(rng.randint(0, 4)):
+                simulation.turn()
+        simulation.run(3000)
+        assert set(simulation.finished.values()) == {"length"}, f"seed {seed}"
+        assert simulation.produced == simulation.wanted
+        assert_all_returned(simulation)
+        let_go += simulation.let_go
+        in_part += simulation.in_part
+        swaps += simulation.swaps
+        found += simulation.found_tokens
+    assert let_go > 300
+    assert (swaps > 0) == ("recompute" not in policy)
+    assert (found > 0) == ("sharing" in policy)
+    assert (in_part > 0) == ("by block" in policy)
+
+
+def test_a_long_answer_in_a_window_never_holds_more_than_the_window_and_a_step():
+    window = 32
+    simulation = Simulation(64, config=ResidencyConfig(window=window, prefill_chunk_tokens=8))
+    simulation.submit(0, prompt=40, new=200)
+    turn_until(simulation, lambda: simulation.produced[0] > 0)
+    simulation.most_held = 0
+    simulation.run(300)
+    assert simulation.most_held <= (window + READ_TOGETHER) // BLOCK + 1
+    assert_all_returned(simulation)
+
+
+def test_without_a_window_in_every_layer_nothing_is_let_go_of():
+    simulation = Simulation(64)
+    simulation.submit(0, prompt=40, new=200)
+    simulation.run(300)
+    assert (simulation.let_go, simulation.most_held) == (0, 60)
 
 
 @pytest.mark.parametrize("offload_unit", ["request", "block"])
