@@ -7,6 +7,7 @@ import ctypes.util
 import functools
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,30 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
+def target_arch(capability: tuple[int, int]) -> str:
+    """What to compile for a device: its own architecture where the compiler knows it, else PTX for the newest one below
+    it, which the driver assembles for the device. Raises CompileError if the compiler knows no such one."""
+    number = 10 * capability[0] + capability[1]
+    known = _supported_archs()
+    if number in known:
+        return f"sm_{number}"
+    older = [arch for arch in known if arch < number]
+    if not older:
+        have = ".".join(map(str, version()))
+        raise CompileError(f"NVRTC {have} makes nothing for compute capability {capability[0]}.{capability[1]}")
+    return f"compute_{max(older)}"
+
+
+def _supported_archs() -> list[int]:
+    library, count = _library(), ctypes.c_int()
+    failed = library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    archs = (ctypes.c_int * count.value)()
+    failed = failed or library.nvrtcGetSupportedArchs(archs)
+    if failed:
+        raise CompileError(f"NVRTC error {failed} when asked what it compiles for")
+    return list(archs)
+
+
 def _compile(source: KernelSource, options: list[str]) -> Compiled:
     library, program, included = _library(), ctypes.c_void_p(), headers()
     texts, names = ((ctypes.c_char_p * len(included))(*map(str.encode, part)) for part in (included.values(), included))
@@ -114,10 +139,13 @@ def _library() -> ctypes.CDLL:
 
 
 def _find_library() -> str | None:
-    """NVRTC out of the installed packages (CUDA 12 and 13 have different folders), else the system's."""
+    """NVRTC out of the installed packages (CUDA 12 and 13 have different folders), that of torch's own CUDA if there
+    are several: the driver is new enough for that one. Else the system's."""
     spec = importlib.util.find_spec("nvidia")
+    torch = sys.modules.get("torch")  # what compiles for no device does without it
+    own = f".so.{((torch and torch.version.cuda) or '').partition('.')[0]}"
     for folder in spec.submodule_search_locations or () if spec else ():
-        found = sorted(Path(folder).glob("*/lib/libnvrtc.so.*"))
+        found = sorted(Path(folder).glob("*/lib/libnvrtc.so.*"), key=lambda path: (not path.name.endswith(own), path))
         if found:
             return str(found[0])
     return ctypes.util.find_library("nvrtc")
