@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionSpec
+from deepinfer.kernels.cuda.decode_plan import workspace_floats
 
 
 @dataclass
@@ -31,6 +32,8 @@ class AttentionRows:
     """fp32 [N, query heads, partitions, 2]."""
     max_partitions: Mapping[int, int]
     """By window: how many partitions the grid has. No row needs more."""
+    tiles: Tensor | None
+    """int32 [T, 2], first and last + 1 row of each tile that is attended as a whole; None: each row for itself."""
 
 
 def make_rows(
@@ -40,16 +43,27 @@ def make_rows(
     block_tables: Tensor,
     nonfinite_rows: Tensor,
     max_partitions: Mapping[int, int],
+    tiles: Tensor | None = None,
+    room: Tensor | None = None,
 ) -> AttentionRows:
-    """All tensors on the device where the kernels run."""
-    rows, heads, most, device = len(positions), spec.num_q_heads, max(max_partitions.values()), positions.device
+    """All tensors on the device where the kernels run.
+
+    `room`: fp32 [workspace_floats(...)] at least, which batches that are attended one after another may share. None:
+    memory of its own.
+    """
+    rows, heads, dim, most = len(positions), spec.num_q_heads, spec.head_dim, max(max_partitions.values())
+    size = workspace_floats(rows, heads, dim, most)
+    if room is None:
+        room = torch.empty(size, device=positions.device)
+    queries, sums, softmax = room[:size].split((rows * heads * dim, rows * heads * most * dim, rows * heads * most * 2))
     return AttentionRows(
         positions,
         row_seq,
         block_tables,
         nonfinite_rows,
-        torch.empty(rows, heads, spec.head_dim, device=device),
-        torch.empty(rows, heads, most, spec.head_dim, device=device),
-        torch.empty(rows, heads, most, 2, device=device),
+        queries.view(rows, heads, dim),
+        sums.view(rows, heads, most, dim),
+        softmax.view(rows, heads, most, 2),
         max_partitions,
+        tiles,
     )

@@ -30,10 +30,14 @@ def most_partitions(visible: int) -> int:
     return int(num_partitions(np.minimum(visible, (4096, 16384, MAX_CONTEXT))).max())
 
 
+def workspace_floats(rows: int, q_heads: int, head_dim: int, partitions: int) -> int:
+    """What a pass over `rows` rows takes for rotated queries and for the sums of up to `partitions` partitions."""
+    return rows * q_heads * (head_dim + partitions * (head_dim + 2))
+
+
 def workspace_bytes(rows: int, q_heads: int, head_dim: int, visible: int) -> int:
-    """What a pass over `rows` rows takes for rotated queries and for the partial sums of any context of up to `visible`
-    tokens, all fp32."""
-    return 4 * rows * q_heads * (head_dim + most_partitions(visible) * (head_dim + 2))
+    """The same for rows that are attended one by one, with contexts of up to `visible` tokens."""
+    return 4 * workspace_floats(rows, q_heads, head_dim, most_partitions(visible))
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class DecodePlan:
             "paged_decode.cu",
             f"dp_paged_gqa_decode_{self.name}",
             (
-                *self._shape(),
+                *self.macros,
                 ("GROUP", self.group),
                 ("KEY_BIAS", int(self.key_bias)),
                 ("SOFT_CAP", int(self.soft_cap)),
@@ -114,17 +118,20 @@ class DecodePlan:
             ),
         )
 
-    def merge_source(self, out_kind: int) -> KernelSource:
+    def merge_source(self, out_kind: int, prefill: bool = False) -> KernelSource:
         """The merge of partitions; `out_kind` 0 writes fp32, 1 bf16, 2 fp16."""
-        macros = ("HEAD_DIM", self.head_dim), ("OUT_KIND", out_kind), ("MAX_PARTITIONS", MAX_PARTITIONS)
+        limit = ("MAX_PARTITIONS", MAX_PARTITIONS), ("PREFILL", int(prefill))
+        macros = ("HEAD_DIM", self.head_dim), ("OUT_KIND", out_kind), *limit
         return KernelSource("merge_partitions.cu", "dp_merge_partitions", macros)
 
     def write_source(self, in_kind: int, qk_norm: bool, rotate: bool = True) -> KernelSource:
         """RoPE, encoding and scatter; `in_kind` as `out_kind` of `merge_source`."""
-        macros = (*self._shape(), ("IN_KIND", in_kind), ("QK_NORM", int(qk_norm)), ("ROTATE", int(rotate)))
+        macros = (*self.macros, ("IN_KIND", in_kind), ("QK_NORM", int(qk_norm)), ("ROTATE", int(rotate)))
         return KernelSource("kv_write.cu", f"dp_kv_write_{self.name}", macros)
 
-    def _shape(self) -> tuple[tuple[str, int], ...]:
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """Of every kernel that touches the pool."""
         codecs = ("K_CODEC", self.k.number), ("V_CODEC", self.v.number)
         return ("HEAD_DIM", self.head_dim), ("BLOCK_SIZE", self.block_size), *codecs
 

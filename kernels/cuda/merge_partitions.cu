@@ -1,8 +1,10 @@
 // Merges the partitions of a row's attention in fp32.
 //
-// Grid (query heads, rows), 128 threads. Macros: HEAD_DIM, OUT_KIND (0 fp32, 1 bf16, 2 fp16), MAX_PARTITIONS.
+// Grid (query heads, rows), 128 threads. Macros: HEAD_DIM, OUT_KIND (0 fp32, 1 bf16, 2 fp16), MAX_PARTITIONS, PREFILL
+// (0: partitions of paged_decode.cu, 1: of paged_prefill.cu).
 #include "codecs.h"
 #include "partitions.h"
+#include "prefill_partitions.h"
 
 #define THREADS 128
 #define WARPS (THREADS / 32)
@@ -38,14 +40,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float* const gathered = buffer + WARPS;
     const int thread = threadIdx.x;
     const i64 head = i64(blockIdx.y) * gridDim.x + blockIdx.x;
-    const int visible = visible_tokens(positions[blockIdx.y], window), size = partition_tokens(visible);
+    const int position = positions[blockIdx.y], visible = visible_tokens(position, window);
     if (visible == 0) {  // a row of padding
         for (int dim = thread; dim < HEAD_DIM; dim += THREADS)
             store_activation<OUT_KIND>(out, head * HEAD_DIM + dim, 0.0f);
         return;
     }
-    const int partitions = (visible + size - 1) / size;
-    const float* const softmax = partial_softmax + head * max_partitions * 2;
+    int skipped = 0, partitions;  // those before the window, and the number of the others
+    if (PREFILL) {
+        const int size = prefill_partition_tokens(position);
+        skipped = first_visible(position, window) / size;
+        partitions = position / size + 1 - skipped;
+    } else {
+        const int size = partition_tokens(visible);
+        partitions = (visible + size - 1) / size;
+    }
+    const float* const softmax = partial_softmax + (head * max_partitions + skipped) * 2;
 
     float maximum = bits_float(0xff800000u), sum = 0.0f;
     for (int p = thread; p < partitions; p += THREADS) maximum = max_f(maximum, softmax[2 * p]);
@@ -58,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     float mixed[4] = {};
     if (thread < ROW_THREADS * AT_ONCE) {
-        const float* const column = partial_sums + head * max_partitions * HEAD_DIM + thread % ROW_THREADS * 4;
+        const float* const column = partial_sums + (head * max_partitions + skipped) * HEAD_DIM + thread % ROW_THREADS * 4;
 #pragma unroll 4
         for (int p = thread / ROW_THREADS; p < partitions; p += AT_ONCE) {
             const Float4 four = *reinterpret_cast<const Float4*>(column + i64(p) * HEAD_DIM);

@@ -16,12 +16,19 @@ struct Pairs<2> {
     static constexpr u32 ONES = 0x3c003c00u;
 };
 
+// One of the two values of a word, the lower half first.
+template <int KIND>
+__device__ __forceinline__ float pair_element(u32 pair, int element) {
+    const u16 bits = u16(pair >> (16 * element));
+    return KIND == 1 ? bits_float(u32(bits) << 16) : half_to_float(bits);
+}
+
 #ifdef DP_HOST_SHIM
 
 template <int KIND>
-__device__ inline float pair_element(u32 pair, int element) {
-    const u16 bits = u16(pair >> (16 * element));
-    return KIND == 1 ? bits_float(u32(bits) << 16) : half_to_float(bits);
+__device__ inline u32 pack_pair(float low, float high) {
+    return KIND == 1 ? float_to_bfloat(low) | u32(float_to_bfloat(high)) << 16
+                     : float_to_half(low) | u32(float_to_half(high)) << 16;
 }
 
 template <int KIND>
@@ -35,9 +42,9 @@ __device__ inline u32 fma_pairs(u32 a, u32 b, u32 c) {
     return result;
 }
 
-// What every lane of a warp brings to a product. Two sets, used in turn, as for the shim's exchanges.
+// What every lane of a warp brings to a product, element by element. Two sets, used in turn, as for the shim's exchanges.
 struct Fragments {
-    u32 a[4], b[2];
+    float a[8], b[4];
 };
 static thread_local Fragments fragments[2][dp_shim::MAX_THREADS];
 
@@ -46,15 +53,16 @@ __device__ inline void multiply_tile(float* sums, const u32* a, const u32* b) {
     static const char operation = 0;
     const unsigned self = threadIdx.x, first = self & ~31u, lane = self & 31u;
     Fragments* const all = fragments[dp_shim::machine().fibers[self].rounds & 1];
-    all[self] = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    for (int i = 0; i < 8; ++i) all[self].a[i] = pair_element<KIND>(a[i / 2], i % 2);
+    for (int i = 0; i < 4; ++i) all[self].b[i] = pair_element<KIND>(b[i / 2], i % 2);
     dp_shim::exchange(0, 0, &operation);
     for (unsigned i = 0; i < 4; ++i) {
         const unsigned row = i / 2, column = lane % 4 * 2 + i % 2;
         for (unsigned k = 0; k < 16; ++k) {
             const unsigned owner = k % 8 / 2, upper = k / 8;
-            const u32 left = all[first + lane / 4 * 4 + owner].a[row + 2 * upper];
-            const u32 right = all[first + column * 4 + owner].b[upper];
-            sums[i] = std::fma(pair_element<KIND>(left, k % 2), pair_element<KIND>(right, k % 2), sums[i]);
+            const float left = all[first + lane / 4 * 4 + owner].a[2 * (row + 2 * upper) + k % 2];
+            const float right = all[first + column * 4 + owner].b[2 * upper + k % 2];
+            sums[i] = std::fma(left, right, sums[i]);
         }
     }
 }
@@ -67,6 +75,17 @@ __device__ inline float shuffle_from(float value, int lane) {
 }
 
 #else
+
+// Two values in a word, each rounded to nearest even.
+template <int KIND>
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
+    u32 pair;
+    if (KIND == 1)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 
 // a * b + c, rounded once, in both halves.
 template <int KIND>
@@ -118,3 +137,12 @@ __device__ __forceinline__ Words4 load_once(const Words4* address) {
 }
 
 #endif
+
+// Two signed bytes, each at the bottom of a half, as a pair, exact: the lower seven bits under the exponent of 1024
+// (fp16) or 128 (bf16), less that number with the sign bit in the same place, which counts 128.
+template <int KIND>
+__device__ __forceinline__ u32 pair_of_bytes(u32 bytes) {
+    constexpr u32 NUMBER = KIND == 1 ? 0x43004300u : 0x64006400u;
+    return fma_pairs<KIND>(mask_or(bytes, 0x007f007fu, NUMBER), Pairs<KIND>::ONES,
+                           mask_or(bytes, 0x00800080u, NUMBER | 0x80008000u));
+}

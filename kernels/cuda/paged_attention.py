@@ -20,7 +20,9 @@ from deepinfer.kernels.cuda.decode_plan import (
     most_partitions,
     num_partitions,
 )
+from deepinfer.kernels.cuda.kernel_table import compiled
 from deepinfer.kernels.cuda.launcher import Backend
+from deepinfer.kernels.cuda.prefill_plan import PrefillPlan, prefill_partitions
 from deepinfer.kernels.kv_formats import BlockLayout
 
 _ACTIVATION_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,18 +33,27 @@ _Tables = list[tuple[Tensor, Tensor] | None]
 
 
 class _Kernels:
-    """The compiled kernels of one activation type."""
+    """The compiled kernels of one activation type, for rows that are attended one by one or in tiles."""
 
-    def __init__(self, backend: Backend, plan: DecodePlan, kind: int, spec: AttentionSpec, tables: _Tables) -> None:
+    def __init__(
+        self, backend: Backend, plan: DecodePlan, kind: int, spec: AttentionSpec, tables: _Tables, tiles: bool
+    ) -> None:
         rotations = {layer_tables is not None for layer_tables in tables}
         norm = spec.qk_norm is not None
-        self.write = {turns: backend.compile(plan.write_source(kind, norm, turns)) for turns in rotations}
+        self.write = {turns: compiled(backend, plan.write_source(kind, norm, turns)) for turns in rotations}
         """By whether the layer's queries and keys are rotated."""
-        self.merge = backend.compile(plan.merge_source(kind))
+        self.merge = compiled(backend, plan.merge_source(kind, tiles))
         splits = {spec.split_key_bias(layer) is not None for layer in range(spec.num_layers)}
-        plans = {split: replace(plan, key_bias=split) for split in splits}
-        self.decode = {split: (backend.compile(it.decode_source()), it.shared_bytes) for split, it in plans.items()}
+        shapes = {split: replace(plan, key_bias=split) for split in splits}
+        self.attend = {split: self._attend(backend, shape, tiles) for split, shape in shapes.items()}
         """By whether the layer's keys lack their bias: the kernel and its shared memory."""
+
+    @staticmethod
+    def _attend(backend: Backend, shape: DecodePlan, tiles: bool) -> tuple[Any, int]:
+        if tiles:
+            plan = PrefillPlan(shape)
+            return compiled(backend, plan.source()), plan.shared_bytes
+        return compiled(backend, shape.decode_source()), shape.shared_bytes
 
 
 class CudaAttention:
@@ -50,16 +61,27 @@ class CudaAttention:
 
     Args:
         pool, cos, sin: on the back end's device.
+        batch_invariant: every row is reduced as decode does it. Otherwise neighbouring rows of a sequence are attended
+            in tiles, by another kernel and in another order, which does not depend on the batch or the chunk either.
 
     Raises ValueError for shapes and codecs that no kernel exists for, CompileError with the compiler's log.
     """
 
     def __init__(
-        self, backend: Backend, spec: AttentionSpec, layout: BlockLayout, pool: Tensor, cos: Tensor, sin: Tensor
+        self,
+        backend: Backend,
+        spec: AttentionSpec,
+        layout: BlockLayout,
+        pool: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch_invariant: bool,
     ) -> None:
         group = spec.num_q_heads // spec.num_kv_heads
         self.plan = DecodePlan(layout.k, layout.v, spec.head_dim, group, layout.block_size, soft_cap=spec.soft_cap > 0)
-        self.name = f"{self.plan.decode_source().name} ({backend.name})"
+        self._prefill = None if batch_invariant else PrefillPlan(self.plan)
+        prompts = "row by row" if self._prefill is None else self._prefill.source().name
+        self.name = f"{self.plan.decode_source().name}, prompts {prompts} ({backend.name})"
         self.spec, self._backend, self._layout = spec, backend, layout
         self._pool, self._positions = pool, cos.shape[-2]
         self._tables: _Tables = [spec.tables_of(layer, cos, sin) for layer in range(spec.num_layers)]
@@ -72,7 +94,7 @@ class CudaAttention:
         ]
         biases = [spec.split_key_bias(layer) for layer in range(spec.num_layers)]
         self._key_biases = [None if bias is None else bias.to(backend.device) for bias in biases]
-        self._kernels: dict[torch.dtype, _Kernels] = {}
+        self._kernels: dict[tuple[torch.dtype, bool], _Kernels] = {}
 
     @property
     def kv_saturated_total(self) -> int:
@@ -98,7 +120,7 @@ class CudaAttention:
             batch.workspace = self._prepare(batch)
             batch.device_flags = batch.workspace.nonfinite_rows
         workspace: AttentionRows = batch.workspace
-        kernels = self._kernels_for(qkv.dtype)
+        kernels = self._kernels_for(qkv.dtype, workspace.tiles is not None)
         self._write(kernels.write[self._tables[layer] is not None], layer, qkv, workspace)
         self._attend(kernels, layer, out, workspace)
 
@@ -125,29 +147,34 @@ class CudaAttention:
             raise ValueError(f"qkv and out must be of one type and {want[0]} and {want[1]}, not {got}")
 
     def _prepare(self, batch: AttentionBatch) -> AttentionRows:
-        spec, device = self.spec, self._backend.device
+        device = self._backend.device
         self.check(batch)
+        prefill = self._prefill if self._prefill is not None and self._prefill.pays(batch) else None
         context = batch.positions.astype(np.int64) + 1
-        partitions = {
-            window: int(num_partitions(np.minimum(context, window) if window else context).max())
-            for window in set(spec.windows)
-        }
+        if prefill is None:
+            partitions = {
+                window: int(num_partitions(np.minimum(context, window) if window else context).max())
+                for window in set(self.spec.windows)
+            }
+        else:
+            partitions = dict.fromkeys(self.spec.windows, int(prefill_partitions(batch.positions).max()))
         return make_rows(
-            spec,
+            self.spec,
             torch.from_numpy(batch.positions).to(device),
             torch.from_numpy(batch.row_seq).to(device),
             torch.from_numpy(batch.block_tables).to(device),
             torch.zeros(batch.num_rows, dtype=torch.uint8, device=device),
             partitions,
+            None if prefill is None else torch.from_numpy(prefill.tiles(batch)).to(device),
         )
 
-    def _kernels_for(self, dtype: torch.dtype) -> _Kernels:
-        if dtype not in self._kernels:
+    def _kernels_for(self, dtype: torch.dtype, tiles: bool) -> _Kernels:
+        if (dtype, tiles) not in self._kernels:
             if dtype not in _ACTIVATION_KINDS:
                 raise ValueError(f"activations of {dtype}: CUDA kernels take fp32, bf16 and fp16")
             kind = _ACTIVATION_KINDS[dtype]
-            self._kernels[dtype] = _Kernels(self._backend, self.plan, kind, self.spec, self._tables)
-        return self._kernels[dtype]
+            self._kernels[dtype, tiles] = _Kernels(self._backend, self.plan, kind, self.spec, self._tables, tiles)
+        return self._kernels[dtype, tiles]
 
     def _write(self, kernel: Any, layer: int, qkv: Tensor, workspace: AttentionRows) -> None:
         spec = self.spec
@@ -175,15 +202,17 @@ class CudaAttention:
         partitions = workspace.max_partitions[window]
         partials = workspace.partial_sums, workspace.partial_softmax
         bias = self._key_biases[layer]
-        kernel, shared_bytes = kernels.decode[bias is not None]
+        kernel, shared_bytes = kernels.attend[bias is not None]
+        tiles = workspace.tiles
         self._backend.launch(
             kernel,
-            (partitions, spec.num_kv_heads, rows),
+            (partitions, spec.num_kv_heads, rows if tiles is None else len(tiles)),
             THREADS,
             shared_bytes,
             *partials,
             workspace.queries,
             self._pool,
+            *(() if tiles is None else (tiles,)),
             *self._places(layer, workspace),
             window,
             float(spec.scale),

@@ -11,14 +11,21 @@ from typing import NamedTuple
 
 from deepinfer.kernels.cuda.decode_plan import DecodePlan
 from deepinfer.kernels.cuda.nvrtc import REFERENCE_ARCH, Compiled, compile_kernel, version
-from deepinfer.kernels.cuda.sass import Loop, disassemble, innermost_loops
+from deepinfer.kernels.cuda.prefill_plan import PrefillPlan
+from deepinfer.kernels.cuda.sass import Loop, disassemble, innermost_loops, longest_loop
 from deepinfer.kernels.kv_formats import resolve_kv_format
 
+PREFILL_FORMATS = ("fp16", "bf16", "int8", "e4m3", "e5m2")
 FORMATS = ("fp16", "int8", "e4m3", "e5m2", "e4m3/e5m2")
 GROUPS = (1, 2, 4, 8)
 _HEADER = (
     "| K/V | head_dim | group | registers | shared bytes | spill bytes | K loop | of fp16 | V loop | of fp16 |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+_PREFILL_HEADER = (
+    "| K/V | head_dim | tokens a tile | registers | shared bytes | spill bytes | instructions a tile | tensor core |\n"
+    "|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -73,6 +80,30 @@ def rows(head_dim: int, group: int) -> list[Row]:
     return found
 
 
+class PrefillRow(NamedTuple):
+    """One specialisation of the prefill kernel, and a warp's instructions for one tile of tokens: staging, decoding and
+    softmax are in them. A loop over dimensions (head_dim 256) is counted once."""
+
+    kv: str
+    head_dim: int
+    tile_tokens: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    instructions: int
+    tensor_core: int
+
+
+def prefill_row(fmt: str, head_dim: int) -> PrefillRow:
+    """Of a group of 4, which changes addresses only. Raises CompileError without compiler or disassembler."""
+    plan = PrefillPlan(_plan(fmt, head_dim, 4))
+    compiled = compile_kernel(plan.source())
+    used, loop = compiled.resources, longest_loop(disassemble(compiled.cubin))
+    spilled = used.spill_stores + used.spill_loads
+    sizes = plan.tile_tokens, used.registers, plan.shared_bytes, spilled
+    return PrefillRow(resolve_kv_format(fmt).name, head_dim, *sizes, len(loop.instructions), loop.opcodes["HMMA"])
+
+
 def _plan(fmt: str, head_dim: int, group: int) -> DecodePlan:
     pair = resolve_kv_format(fmt)
     return DecodePlan(pair.k, pair.v, head_dim, group, 16)
@@ -91,6 +122,10 @@ def main() -> None:
             for row in rows(head_dim, group):
                 cells = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row)
                 print(f"| {' | '.join(cells)} |")
+    print(f"\n{_PREFILL_HEADER}")
+    for head_dim in head_dims:
+        for fmt in PREFILL_FORMATS:
+            print(f"| {' | '.join(map(str, prefill_row(fmt, head_dim)))} |")
 
 
 if __name__ == "__main__":

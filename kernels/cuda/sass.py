@@ -58,13 +58,24 @@ def disassemble(cubin: bytes) -> list[Instruction]:
     return [Instruction(address, opcode, labels.get(name) if name else None) for address, opcode, name in found]
 
 
-def innermost_loops(instructions: list[Instruction]) -> list[Loop]:
-    """Loops, by their backward branches, that contain no smaller one, in the order of the code."""
-    spans = {
+def longest_loop(instructions: list[Instruction]) -> Loop:
+    """By its backward branch. Raises ValueError if there is none."""
+    first, last = max(_spans(instructions), key=lambda span: span[1] - span[0])
+    return Loop(tuple(one for one in instructions if first <= one.address <= last))
+
+
+def _spans(instructions: list[Instruction]) -> set[tuple[int, int]]:
+    """First and last address of every loop."""
+    return {
         (branch.target, branch.address)
         for branch in instructions
         if branch.target is not None and branch.target < branch.address
     }
+
+
+def innermost_loops(instructions: list[Instruction]) -> list[Loop]:
+    """Loops, by their backward branches, that contain no smaller one, in the order of the code."""
+    spans = _spans(instructions)
     inner = [
         span
         for span in spans

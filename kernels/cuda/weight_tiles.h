@@ -106,15 +106,6 @@ __device__ __forceinline__ void unpack_nibbles(u32 word, u32* pairs) {
     }
 }
 
-// Two signed bytes, each at the bottom of a half, as a pair, exact: the lower seven bits under the exponent of 1024
-// (fp16) or 128 (bf16), less that number with the sign bit in the same place, which counts 128.
-template <int KIND>
-__device__ __forceinline__ u32 pair_of_bytes(u32 bytes) {
-    constexpr u32 NUMBER = KIND == 1 ? 0x43004300u : 0x64006400u;
-    return fma_pairs<KIND>(mask_or(bytes, 0x007f007fu, NUMBER), Pairs<KIND>::ONES,
-                           mask_or(bytes, 0x00800080u, NUMBER | 0x80008000u));
-}
-
 // Step s of a tile as the tensor core's left operand.
 template <int KIND>
 __device__ __forceinline__ void unpack_step(const Codes& codes, int s, u32* pairs) {

@@ -35,6 +35,25 @@ def test_prefill_and_decode_on_the_cuda_path_are_token_for_token_those_of_the_cp
     assert "host-emulation" in engine["attention"]
 
 
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_prompts_attended_in_tiles_of_rows_say_what_the_cpu_path_says(wide_path, kv_format):
+    prompts = ["The quick brown fox jumps over the lazy dog and then it runs away, far away", "jumps"]
+    said = []
+    for device in ("cpu", "host-emulation"):
+        with Engine(wide_path, device=device, kv_cache_dtype=kv_format, num_blocks=24) as engine:
+            streams = [engine.generate(prompt, **FIELDS) for prompt in prompts]
+            said.append([stream.result().ids for stream in streams])
+            attention = engine.status()["engine"]["attention"]
+    assert said[0] == said[1]
+    assert f"prompts dp_paged_gqa_prefill_{kv_format} " in attention
+
+
+def test_a_batch_invariant_engine_attends_the_rows_of_prompts_one_by_one_and_says_so(wide_path):
+    settings = {"device": "host-emulation", "kv_cache_dtype": "int8", "dtype": "bf16", "batch_invariant": True}
+    with Engine(wide_path, num_blocks=24, **settings) as engine:
+        assert "prompts row by row" in engine.status()["engine"]["attention"]
+
+
 def test_decode_steps_are_replayed_from_graphs_and_say_the_same_without_them(wide_path):
     plain, off = answers(wide_path, "host-emulation", kv_cache_dtype="int8", cuda_graphs=False)
     with Engine(wide_path, device="host-emulation", kv_cache_dtype="int8", num_blocks=24) as engine:

@@ -15,7 +15,7 @@ def test_every_kernel_is_within_its_limits_and_the_report_names_the_backend(devi
     assert validate_kernels.run_validation(device, None, output) == 0
     report = json.loads(output.read_text())
     assert report["backend"] == backend
-    assert len(report["checks"]) == 9
+    assert len(report["checks"]) == 15
     assert all(check["passed"] and check["unequal_bytes"] == 0 for check in report["checks"])
 
 

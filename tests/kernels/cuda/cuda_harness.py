@@ -66,8 +66,8 @@ class Stored:
     def reference(self, pool):
         return ReferenceAttention(self.spec, self.layout, pool, self.cos, self.sin, batch_invariant=True)
 
-    def cuda(self, backend, pool):
-        return CudaAttention(backend, self.spec, self.layout, pool, self.cos, self.sin)
+    def cuda(self, backend, pool, batch_invariant=True):
+        return CudaAttention(backend, self.spec, self.layout, pool, self.cos, self.sin, batch_invariant)
 
     def batch(self):
         rows = zip(self.lengths, self.new, strict=True)
@@ -82,11 +82,11 @@ class Stored:
         attention.forward(layer, self.qkv.to(dtype), batch, out)
         return out, batch
 
-    def both(self, backend, layer=1, dtype=torch.float32):
+    def both(self, backend, layer=1, dtype=torch.float32, batch_invariant=True):
         """(output of the reference, of the kernels, pool of the reference, of the kernels)."""
         pools = self.contents.clone(), self.contents.clone()
         expected, _ = self.run(self.reference(pools[0]), layer, dtype)
-        got, _ = self.run(self.cuda(backend, pools[1]), layer, dtype)
+        got, _ = self.run(self.cuda(backend, pools[1], batch_invariant), layer, dtype)
         return expected, got, *pools
 
 

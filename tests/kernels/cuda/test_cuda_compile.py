@@ -1,6 +1,7 @@
 """Every kernel that ships compiles for sm_86, with no GPU, no driver and no CUDA headers, and spills nothing."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from sweep import check, compile_all
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.cuda import disk_cache, nvrtc
 from deepinfer.kernels.cuda.decode_plan import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP, DecodePlan
+from deepinfer.kernels.cuda.prefill_plan import PrefillPlan
 from deepinfer.kernels.cuda.source import KernelSource
 
 REGISTERS_OF_THREE_CTAS, REGISTERS_OF_TWO = 168, 255
@@ -21,6 +23,7 @@ PUBLISHED = {
     256: (2, 3),
 }
 """By head_dim, the query heads for each KV head that published Llama, Mistral, Qwen2 and Qwen3 models have."""
+PREFILL_GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
 PUBLISHED_BIASED = {64: (1, 7), 128: (1, 5, 6, 7, 8)}
 """Of those with key biases: Qwen2."""
 
@@ -56,7 +59,20 @@ def write_sources(head_dim):
 
 
 def merge_sources(head_dim):
-    return [plan("fp16", head_dim).merge_source(kind) for kind in range(3)]
+    return [plan("fp16", head_dim).merge_source(kind, prefill) for kind in range(3) for prefill in (False, True)]
+
+
+def prefill_plans(head_dim):
+    """Where published models are many, every format with a key bias and without, elsewhere formats in turn, and always
+    bf16, which needs most. Groups, which are in addresses only, take turns, and so do soft caps."""
+    place = HEAD_DIMS.index(head_dim)
+    for index, fmt in enumerate(FORMATS):
+        for key_bias in (False, True):
+            if head_dim not in PUBLISHED_BIASED and fmt != "bf16" and (index + key_bias + place) % 4:
+                continue
+            group = PREFILL_GROUPS[(index + key_bias + HEAD_DIMS.index(head_dim)) % len(PREFILL_GROUPS)]
+            shape = replace(plan(fmt, head_dim, group, 16, key_bias), soft_cap=bool((index + key_bias) % 2))
+            yield PrefillPlan(shape)
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +81,7 @@ def compiled():
     sources = []
     for head_dim in HEAD_DIMS:
         sources += [shape.decode_source() for shape in decode_plans(head_dim)]
+        sources += [shape.source() for shape in prefill_plans(head_dim)]
         sources += write_sources(head_dim) + merge_sources(head_dim)
     return compile_all(sources)
 
@@ -79,6 +96,16 @@ def test_paged_decode_compiles_without_spills(compiled, head_dim):
         check(source, compiled[source], REGISTERS_OF_THREE_CTAS if shape.ctas_per_sm == 3 else REGISTERS_OF_TWO)
         seen.add((shape.k, shape.v, shape.key_bias))
     assert len(seen) == 2 * len(FORMATS)  # each format has its turn, with a key bias and without
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_paged_prefill_compiles_without_spills(compiled, head_dim):
+    for shape in prefill_plans(head_dim):
+        source = shape.source()
+        check(source, compiled[source], REGISTERS_OF_THREE_CTAS if shape.ctas_per_sm == 3 else REGISTERS_OF_TWO)
+        assert b"mma.sync.aligned.m16n8k16" in compiled[source].ptx
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.cuda.decode_plan import DecodePlan
 from deepinfer.kernels.cuda.nvrtc import compile_kernel
-from deepinfer.kernels.cuda.report import inner_loops, instructions_per_element
+from deepinfer.kernels.cuda.report import inner_loops, instructions_per_element, prefill_row
 
 
 def loops(fmt, head_dim, group):
@@ -38,3 +38,12 @@ def test_fp8_is_decoded_two_values_at_a_time():
         elements = loop.opcodes["FFMA"] / 4
         assert loop.opcodes["PRMT"] == elements / 2
         assert loop.opcodes["HADD2"] == elements
+
+
+@pytest.mark.parametrize(("head_dim", "fmt"), [(64, "fp16"), (128, "int8"), (128, "e4m3")])
+def test_a_prefill_tile_takes_the_tensor_core_more_time_than_everything_else_takes_to_issue(head_dim, fmt):
+    """On sm_86 a product of 16 x 8 x 16 with fp32 sums keeps the tensor core of a quarter of a multiprocessor busy for
+    32 clocks, in which that quarter issues 32 instructions."""
+    row = prefill_row(fmt, head_dim)
+    assert row.tensor_core == row.tile_tokens // 8 * (head_dim // 16) * 3
+    assert row.instructions < 32 * row.tensor_core

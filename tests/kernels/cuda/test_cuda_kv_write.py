@@ -9,7 +9,7 @@ from deepinfer.kernels.cuda.paged_attention import CudaAttention
 
 
 def attention(backend, case, pool):
-    return CudaAttention(backend, case.spec, case.layout, pool, case.cos, case.sin)
+    return CudaAttention(backend, case.spec, case.layout, pool, case.cos, case.sin, True)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
