@@ -70,6 +70,11 @@ class EngineHost:
         except BaseException:
             self.compute.close()
             raise
+        try:
+            self._reserve()
+        except BaseException:
+            self.lanes.close()
+            raise
 
     def _load(self, progress: Progress) -> None:
         config = self.config
@@ -101,15 +106,16 @@ class EngineHost:
         programs = self.ops.step_programs(self.attention, max_blocks)
         self.executor = Executor(self.model, self.attention, self._graphs(), programs=programs)
         self.prefill_executor = Executor(self.model, self.attention, kept_rows=0)
-        self._reserve(self.plan.activations + self.plan.scratch + self.plan.graphs)
         self.ops.synchronize()
         self.lanes = Lanes(self.ops, self.compute)
         self.requests: dict[int, Request] = {}
         self.stages: list[Stage] = []
 
-    def _reserve(self, size: int) -> None:
-        """Torch's allocator keeps what it was given once: no other program takes what the passes were promised."""
-        torch.empty(size, dtype=torch.uint8, device=self.ops.device)
+    def _reserve(self) -> None:
+        """Torch's allocator keeps what it was given once, for the stream that asked for it: no other program takes what
+        the passes were promised."""
+        for lane, size in ((self.lanes.prefill, self.plan.chunk), (self.lanes.decode, self.plan.step)):
+            lane.run(_take_and_leave, size, self.ops.device)
 
     def _refuse_what_cannot_run(self, model: ModelConfig, dtype: str, layout: BlockLayout) -> None:
         """Makes the attention of a pool of one block, which knows what it has no kernel for."""
@@ -138,8 +144,11 @@ class EngineHost:
             ) from error
 
     def _graphs(self) -> StepGraphs | None:
-        capture = self.ops.step_capture(self.attention) if self.config.cuda_graphs else None
-        return None if capture is None else StepGraphs(capture, self.config.max_running, self.max_context)
+        if not self.config.cuda_graphs:
+            return None
+        limits = self.config.max_running, self.max_context
+        capture = self.ops.step_capture(self.attention, *limits)
+        return None if capture is None else StepGraphs(capture, *limits)
 
     def start(
         self,
@@ -221,7 +230,7 @@ class EngineHost:
         vocab_size = self.model.config.vocab_size
         sampler = Sampler(vocab_size, vocab_size, (), self.ops.argmax)
         runner = ModelRunner(self.executor, sampler, self.lanes.decode)
-        runner.run([Span(request, 0, rows, True)])
+        ModelRunner(self.prefill_executor, sampler, self.lanes.prefill).run([Span(request, 0, rows, True)])
         request.append(0)
         runner.run([Span(request, rows, 1, True)])
         for count in () if self.executor.graphs is None else self.executor.graphs.row_buckets:
@@ -281,3 +290,7 @@ class EngineHost:
             "arena_pinned": self.arena.pinned,
             "runtime": describe(),
         }
+
+
+def _take_and_leave(size: int, device: str) -> None:
+    torch.empty(size, dtype=torch.uint8, device=device)

@@ -12,7 +12,15 @@ from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.precision import choose_dtype, keeps_bf16_copies
-from deepinfer.stages.model.scratch import activation_bytes, graph_bytes, scratch_bytes
+from deepinfer.stages.model.scratch import (
+    Passes,
+    activation_bytes,
+    chunk_workspace,
+    graph_bytes,
+    pass_bytes,
+    scratch_bytes,
+    step_workspace,
+)
 
 MARGIN_BYTES, MARGIN_SHARE = 256 << 20, 0.06
 """Of a GPU, whichever is more: for the driver, for compiled kernels, and for what the allocator cannot use."""
@@ -43,6 +51,10 @@ class MemoryPlan(NamedTuple):
     graphs: int
     margin: int
     arena: int
+    chunk: int
+    """Of activations and scratch: what a prefill chunk holds while it runs."""
+    step: int
+    """The same of a decode step that is not captured."""
     num_blocks: int
     block_bytes: int
     block_size: int
@@ -138,15 +150,18 @@ def without_pool(config: EngineConfig, demand: Demand, target: Target, context: 
     item = ITEM_BYTES[demand.dtype]
     rows = rows_at_once(config, target)
     captured = target.cuda_kernels and config.cuda_graphs
+    passes = Passes(config.prefill_chunk_tokens, config.max_running, context, config.batch_invariant, captured)
     swaps = config.cpu_offload and config.preemption != "recompute"
     return MemoryPlan(
         target=target,
         weights=demand.weights,
         activations=activation_bytes(demand.model, item, rows, config.max_running),
-        scratch=scratch_bytes(demand.model, rows, context, target.cuda_kernels),
+        scratch=scratch_bytes(demand.model, rows, context, passes if target.cuda_kernels else None),
         graphs=graph_bytes(demand.model, item, config.max_running, context) if captured else 0,
         margin=_margin(target),
         arena=config.max_cpu_offload_mb << 20 if swaps else 0,
+        chunk=pass_bytes(demand.model, item, passes.chunk, passes.step) + chunk_workspace(demand.model, passes),
+        step=pass_bytes(demand.model, item, passes.step, passes.step) + step_workspace(demand.model, passes),
         num_blocks=0,
         block_bytes=demand.layout.block_bytes,
         block_size=demand.layout.block_size,

@@ -107,8 +107,9 @@ class Ops(Protocol):
         """`backend` is the user's wish, "auto" by default. Raises ValueError for one that this device does not have."""
         ...
 
-    def step_capture(self, attention: Any) -> StepCapture | None:
-        """Graphs of decode steps that attend with `attention`, which `attention` made. None without graphs."""
+    def step_capture(self, attention: Any, max_rows: int, max_context: int) -> StepCapture | None:
+        """Graphs of decode steps of up to `max_rows` rows and `max_context` tokens that attend with `attention`, which
+        `attention` made. None without graphs."""
         ...
 
     def step_programs(self, attention: Any, max_blocks: int) -> StepPrograms | None:
@@ -176,7 +177,7 @@ class CpuOps:
             return PackedLinear(P_INT4, codes, scales, minima, bias, group_size, copy=copy)
         return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy)
 
-    def step_capture(self, attention: Any) -> StepCapture | None:
+    def step_capture(self, attention: Any, max_rows: int, max_context: int) -> StepCapture | None:
         return None
 
     def step_programs(self, attention: Any, max_blocks: int) -> StepPrograms | None:

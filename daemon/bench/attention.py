@@ -76,7 +76,7 @@ def _decode(ops: Ops, name: str, layout: BlockLayout, heads: Heads, context: int
     tables = angles.cos().float(), angles.sin().float()
     attention = ops.attention("auto", spec, layout, resolve_kv_format(name), pool, *tables, False)
     rows = _last_tokens(blocks, context, batch)
-    capture, buffers = ops.step_capture(attention), None
+    capture, buffers = ops.step_capture(attention, batch, context), None
     if capture is not None:
         buffers = capture.buffers(batch, context)
         buffers.fill(torch.zeros(batch, dtype=torch.int32), rows)

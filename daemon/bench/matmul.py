@@ -98,7 +98,7 @@ def bench_step(ops: Ops, shape: Shape, context: int, rounds: int, cold_bytes: in
     pool = torch.zeros(blocks, layout.block_bytes, dtype=torch.uint8, device=ops.device)
     tables = model.rope_tables(context)
     attention = ops.attention("auto", model.attention_spec(), layout, pair, pool, *tables, False)
-    capture = ops.step_capture(attention)
+    capture = ops.step_capture(attention, 1, context)
     arms: dict[str, Measure] = {"copy": copy_measure(ops, cold_bytes)}
     graphs = None if capture is None else StepGraphs(capture, 1, context)
     for name, executor in (

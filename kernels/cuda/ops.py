@@ -100,10 +100,12 @@ class CudaOps(CudaElementwise):
         sin: Tensor,
         batch_invariant: bool,
     ) -> CudaAttention:
-        """The kernels are batch-invariant by construction."""
+        """Decode is batch-invariant by construction; with `batch_invariant` prompts are computed as decode would."""
         if backend != "auto":
             raise ValueError(f"attention {backend!r} runs on the CPU only; on this device there is auto")
-        return CudaAttention(self._backend, spec, layout, pool, cos.to(self.device), sin.to(self.device))
+        return CudaAttention(
+            self._backend, spec, layout, pool, cos.to(self.device), sin.to(self.device), batch_invariant
+        )
 
     def step_programs(self, attention: CudaAttention, max_blocks: int) -> None:
         return None
@@ -111,5 +113,5 @@ class CudaOps(CudaElementwise):
     def embed(self, embedding: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
         return embedding(token_ids)
 
-    def step_capture(self, attention: CudaAttention) -> CudaStepCapture:
-        return CudaStepCapture(self._backend, attention)
+    def step_capture(self, attention: CudaAttention, max_rows: int, max_context: int) -> CudaStepCapture:
+        return CudaStepCapture(self._backend, attention, max_rows, max_context)

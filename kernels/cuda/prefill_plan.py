@@ -69,8 +69,9 @@ class PrefillPlan:
         return KernelSource("paged_prefill.cu", f"dp_paged_gqa_prefill_{self.shape.name}", macros)
 
     def pays(self, batch: AttentionBatch) -> bool:
-        """Whether a sequence has rows for a warp: fewer leave the tensor cores idle."""
-        return int(np.diff(batch.seq_starts).max()) * self.shape.group >= FEWEST_ROWS
+        """Whether a sequence has several rows, enough for a warp: fewer leave the tensor cores idle."""
+        longest = int(np.diff(batch.seq_starts).max())
+        return longest > 1 and longest * self.shape.group >= FEWEST_ROWS
 
     def tiles(self, batch: AttentionBatch) -> np.ndarray:
         """int32 [T, 2]: first and last + 1 row of each tile. All rows of one have partitions of one length."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention_batch import AttentionBatch
 from deepinfer.kernels.cuda.attention_rows import make_rows
+from deepinfer.kernels.cuda.decode_plan import workspace_floats
 from deepinfer.kernels.cuda.launcher import Backend
 from deepinfer.kernels.cuda.paged_attention import CudaAttention
 from deepinfer.kernels.graphs import Graph
@@ -19,13 +20,20 @@ PADDING = -1
 
 
 class CudaStepCapture:
-    """See `kernels.graphs.StepCapture`."""
+    """See `kernels.graphs.StepCapture`. Steps run one after another, so one workspace, as large as the largest of them
+    needs, serves the attention of all."""
 
-    def __init__(self, backend: Backend, attention: CudaAttention) -> None:
+    def __init__(self, backend: Backend, attention: CudaAttention, max_rows: int, max_context: int) -> None:
         self._backend, self._attention = backend, attention
+        spec, most = attention.spec, max(attention.widest_partitions(max_context).values())
+        self._room_floats = workspace_floats(max_rows, spec.num_q_heads, spec.head_dim, most)
+        self._room: Tensor | None = None
 
     def buffers(self, rows: int, context: int) -> CudaStepBuffers:
-        return CudaStepBuffers(self._attention, self._backend.device, rows, context)
+        if self._room is None:
+            # by the stream that the steps run on, to which the allocator then counts it
+            self._room = torch.empty(self._room_floats, device=self._backend.device)
+        return CudaStepBuffers(self._attention, self._backend.device, rows, context, self._room)
 
     def capture(self, function: Callable[[], None]) -> Graph:
         return self._backend.capture(function)
@@ -35,10 +43,11 @@ class CudaStepBuffers:
     """See `kernels.graphs.StepBuffers`.
 
     All inputs are one tensor, so that a step copies once. The grid of the attention is as wide as any context of up to
-    `context` tokens needs; what a step's contexts do not need of it leaves at once.
+    `context` tokens needs; what a step's contexts do not need of it leaves at once. What passes between the kernels
+    lies in `room`, which is there for every step.
     """
 
-    def __init__(self, attention: CudaAttention, device: str, rows: int, context: int) -> None:
+    def __init__(self, attention: CudaAttention, device: str, rows: int, context: int, room: Tensor) -> None:
         self._attention, self._context = attention, context
         width = attention.blocks_of(context)
         flags = -(-rows // 4)
@@ -58,6 +67,7 @@ class CudaStepBuffers:
             tables,
             nonfinite.view(torch.uint8)[:rows],
             attention.widest_partitions(context),
+            room=room,
         )
         self.attention.device_flags = self.attention.workspace.nonfinite_rows
 

@@ -25,7 +25,7 @@ class Side:
         attention = model.ops.attention(
             "auto", model.attention_spec(), layout, pair, self.pool, *model.rope_tables(MAX_CONTEXT), True
         )
-        capture = model.ops.step_capture(attention)
+        capture = model.ops.step_capture(attention, MAX_ROWS, MAX_CONTEXT)
         if not graphs:
             self.graphs, self.executor = None, Executor(model, attention)
         elif capture is None:

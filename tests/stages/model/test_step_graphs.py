@@ -10,6 +10,7 @@ from tiny import save_tiny_llama
 
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.cuda import step_capture
+from deepinfer.kernels.cuda.decode_plan import workspace_bytes
 from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import load_model, open_checkpoint
 
@@ -29,6 +30,14 @@ def test_replayed_steps_are_bit_equal_to_computed_ones_in_logits_and_in_the_pool
     assert rows >= {1, 2, 4}
     assert len(contexts) >= 3
     assert graphs.replays >= 10
+
+
+def test_all_captured_steps_share_one_workspace_as_large_as_the_largest_needs(model):
+    capture = Side(model, "int8", graphs=True).graphs._capture
+    every = [capture.buffers(rows, context).attention.workspace for rows in (1, 4, 5) for context in (8, 32, 40)]
+    assert len({rows.queries.untyped_storage().data_ptr() for rows in every}) == 1
+    needed = workspace_bytes(MAX_ROWS, model.config.num_q_heads, model.config.head_dim, MAX_CONTEXT)
+    assert every[0].queries.untyped_storage().nbytes() == needed
 
 
 def test_a_step_replayed_with_stale_inputs_shows(model, monkeypatch):
