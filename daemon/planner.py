@@ -88,7 +88,7 @@ def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> D
         raise ConfigError(f"max_context is {config.max_context}; the model was made for at most {model.max_context}")
     dtype = choose_dtype(config.dtype, checkpoint.source.headers, target.fast_bf16)
     copies = keeps_bf16_copies(config.w4_prefill) and not config.batch_invariant and not target.cuda_kernels
-    weights = checkpoint.estimate_weight_bytes(dtype, copies)
+    weights = checkpoint.estimate_weight_bytes(dtype, copies, target.cuda_kernels)
     if model.tie_word_embeddings and _keeps_table_twice(checkpoint, config, target):
         weights += model.vocab_size * model.hidden_size * (2 if _dense_table(checkpoint) else 1)
     kv_format = format_of(config.kv_cache_dtype, dtype)

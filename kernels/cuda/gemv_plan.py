@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from deepinfer.kernels.cuda.source import KernelSource
-from deepinfer.kernels.cuda.weight_tiles import TILE_OUTPUTS, WeightTiles
+from deepinfer.kernels.cuda.weight_tiles import TILE_OUTPUTS, WIDE, WeightTiles
 
 MAX_ROWS = 16
 """Rows of x that one launch of the GEMV takes."""
@@ -48,7 +48,7 @@ def plan_gemv(tiles: WeightTiles, rows: int) -> GemvPlan:
     rows, leave no registers for a second tile."""
     warps = 8 if tiles.input_tiles >= _LONG_ROW_TILES else 4
     n_tiles = 1 if rows <= 8 else 2
-    full = tiles.bits > 4 or (n_tiles == 2 and tiles.group_size == 32)
+    full = tiles.bits > 4 or tiles.minima == WIDE or (n_tiles == 2 and tiles.group_size == 32)
     return GemvPlan(warps, 1 if full or tiles.output_tiles < _WIDE_TILES else 2, n_tiles)
 
 

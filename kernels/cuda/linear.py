@@ -128,7 +128,7 @@ class CudaW4A16Linear(TiledLinear):
     """Group-wise 4-bit weights w = scale * code + minimum.
 
     Args:
-        codes: uint8 [M, K], 0 .. 15. scales, minima: fp32 [M, K / group_size]; kept in fp16.
+        codes: uint8 [M, K], 0 .. 15. scales, minima: fp32 [M, K / group_size]; none of them is rounded.
         group_size: 32, 64 or 128.
         batch_invariant: more than 16 rows are multiplied 16 at a time. Otherwise the weights become 16-bit ones, a
             piece at a time, for the library's matmul.

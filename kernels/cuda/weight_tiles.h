@@ -8,8 +8,9 @@
 //   16 bits: four words, the registers themselves.
 // The lanes' words lie in pieces of 16 bytes: all lanes' first pieces, then all second ones.
 //
-// Macros: WEIGHT_BITS (4, 8, 16); GROUP_SIZE (32, 64, 128; 64 with 16 bits, which have no scales); MINIMA: 1 for w =
-// scale * code + minimum (4 bits only), 0 for w = scale * code, where 4-bit codes are less 8 and 8-bit codes signed.
+// Macros: WEIGHT_BITS (4, 8, 16); GROUP_SIZE (32, 64, 128; 64 with 16 bits, which have no scales); MINIMA: 0 for w =
+// scale * code, where 4-bit codes are less 8 and 8-bit codes signed; of 4 bits also 1 for w = scale * code + minimum, 2 for
+// w = scale * (code - zero), and 3 as 1, with scale and minimum in fp32. Otherwise all of these are halves.
 #pragma once
 #include "mma.h"
 
@@ -18,24 +19,29 @@
 #define TILE_STEPS 4
 #define PIECES (WEIGHT_BITS / 4)
 #define LANE (threadIdx.x % 32)
+#define ZEROS 2
+#define WIDE 3
 
 __device__ __forceinline__ u32 word_of(const Words4& words, int i) {
     return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
 // Scales and minima of the outputs g and g + 8 for the groups of a tile, as halves: scale and minimum of an output in
-// one word, or without minima the scales of both outputs in one word.
+// one word (in fp32, one each), or without minima the scales of both outputs in one word.
 struct Scales {
     static constexpr int GROUPS = GROUP_SIZE < TILE_INPUTS ? TILE_INPUTS / GROUP_SIZE : 1;
     static constexpr int TILES = GROUP_SIZE > TILE_INPUTS ? GROUP_SIZE / TILE_INPUTS : 1;
-    static constexpr int WORDS = MINIMA ? 2 * GROUPS : GROUPS;
+    static constexpr int WORDS = MINIMA == WIDE ? 4 * GROUPS : MINIMA ? 2 * GROUPS : GROUPS;
     u32 words[WORDS];
 
     __device__ __forceinline__ float scale(int group, int upper) const {
+        if (MINIMA == WIDE) return bits_float(words[(4 * group + 2 * upper) % WORDS]);
         return half_to_float(MINIMA ? u16(words[(2 * group + upper) % WORDS]) : u16(words[group] >> (16 * upper)));
     }
     __device__ __forceinline__ float minimum(int group, int upper) const {
-        return half_to_float(u16(words[(2 * group + upper) % WORDS] >> 16));
+        if (MINIMA == WIDE) return bits_float(words[(4 * group + 2 * upper + 1) % WORDS]);
+        const float half = half_to_float(u16(words[(2 * group + upper) % WORDS] >> 16));
+        return MINIMA == ZEROS ? -mul_rn(scale(group, upper), half) : half;
     }
 };
 
@@ -71,9 +77,13 @@ struct Weights {
         const u32* const source =
             scales + (output_tile * groups() + input_tile / Scales::TILES) * (8 * Scales::WORDS);
         Scales loaded;
-        if constexpr (Scales::WORDS == 4) {
-            const Words4 words = *reinterpret_cast<const Words4*>(source);
-            loaded.words[0] = words.x, loaded.words[1] = words.y, loaded.words[2] = words.z, loaded.words[3] = words.w;
+        if constexpr (Scales::WORDS >= 4) {
+            DP_UNROLL
+            for (int i = 0; i < Scales::WORDS; i += 4) {
+                const Words4 words = *reinterpret_cast<const Words4*>(source + i);
+                loaded.words[i] = words.x, loaded.words[i + 1] = words.y;
+                loaded.words[i + 2] = words.z, loaded.words[i + 3] = words.w;
+            }
         } else if constexpr (Scales::WORDS == 2) {
             const Words2 words = *reinterpret_cast<const Words2*>(source);
             loaded.words[0] = words.x, loaded.words[1] = words.y;

@@ -36,8 +36,8 @@ class Checkpoint:
         """Bytes in memory when loaded with dtype "auto" and without bf16 copies."""
         return self.estimate_weight_bytes("auto")
 
-    def estimate_weight_bytes(self, dtype: str, bf16_copies: bool = False) -> int:
-        return weight_bytes(self.source.headers, choose_dtype(dtype, self.source.headers), bf16_copies)
+    def estimate_weight_bytes(self, dtype: str, bf16_copies: bool = False, cuda_kernels: bool = False) -> int:
+        return weight_bytes(self.source.headers, choose_dtype(dtype, self.source.headers), bf16_copies, cuda_kernels)
 
     def describe(self) -> dict[str, object]:
         """What `status` shows of the files. Until the source is closed."""

@@ -59,12 +59,12 @@ def choose_dtype(requested: str, headers: Mapping[str, TensorHeader], fast_bf16:
     return "bf16" if (has_fast_bf16() if fast_bf16 is None else fast_bf16) else "fp32"
 
 
-def weight_bytes(headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool) -> int:
+def weight_bytes(headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool, cuda_kernels: bool) -> int:
     """Bytes in memory of what `load_model` makes of these tensors, to 2 % (zero biases, padding)."""
-    return sum(_bytes_of(name, headers, dtype, bf16_copies) for name in headers)
+    return sum(_bytes_of(name, headers, dtype, bf16_copies, cuda_kernels) for name in headers)
 
 
-def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool) -> int:
+def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool, cuda_kernels: bool) -> int:
     shape = headers[name].shape
     count = math.prod(shape)
     if dtype == "fp32" or (len(shape) == 1 and name.endswith("weight")):
@@ -72,7 +72,10 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
     if headers[name].int8 and is_table(name):
         return count + (2 if packed_linear.available() else 6) * (count // GROUP)
     if len(shape) == 2 and is_packed(name, headers):
-        wide = packed_linear.available() and headers[name].wide
+        if cuda_kernels:  # which also keep fp16 scales with zeros
+            wide = headers[name].dtype == "Q4_K"
+        else:
+            wide = packed_linear.available() and headers[name].wide
         scales_and_zeros = (8 if wide else 4) * (count // headers[name].group)
         return count // 2 + scales_and_zeros + (2 * count if bf16_copies else 0)
     return 2 * count

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 
 from deepinfer.kernels.cuda.nvrtc import Compiled, compile_kernel
 from deepinfer.kernels.cuda.source import KernelSource
 
-PROCESSES = 2
-"""The compiler takes one source at a time in each process."""
+PROCESSES = len(os.sched_getaffinity(0))
+"""The compiler takes one source at a time in each process, and a processor all the while."""
 
 
 def compile_all(sources: Iterable[KernelSource]) -> dict[KernelSource, Compiled]:

@@ -35,7 +35,7 @@ def check_product(case, x, y):
 def test_the_product_is_that_of_the_stored_weights(backend, group_size, minima, dtype, rows):
     case = Case(83, 384, group_size, minima, dtype=dtype, seed=rows)
     linear, x = case.linear(backend, out_dtype=FP32), case.x(rows)
-    assert linear.tiles.has_minima == minima
+    assert linear.tiles.minima == minima
     check_product(case, x, linear(x))
 
 
