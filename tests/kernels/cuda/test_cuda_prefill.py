@@ -158,3 +158,14 @@ def test_few_rows_are_attended_one_by_one(backend):
     expected, got = both(backend, case)
     check_close(expected, got, limit=1e-5)
     assert case.run(case.cuda(backend, case.contents.clone(), batch_invariant=False))[1].workspace.tiles is None
+
+
+def test_scores_with_a_soft_cap_agree_with_the_reference(backend):
+    """A cap so low that leaving it out shows."""
+    case = Stored("fp16", (90, 40), (3, 1), new=40)
+    case.spec = replace(case.spec, soft_cap=1.5)
+    expected, got = both(backend, case)
+    check_close(expected, got)
+    case.spec = replace(case.spec, soft_cap=0.0)
+    without, _ = case.run(case.cuda(backend, case.contents.clone(), batch_invariant=False))
+    assert (without - expected).abs().max() > 0.01
