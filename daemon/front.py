@@ -40,6 +40,9 @@ from deepinfer.stages.stage import Stage
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+SWITCH_SECONDS = 0.001
+"""Between the threads of this process. An answer on the control socket takes the interpreter lock several times, and
+may wait so long for a busy admission each time; Python's own value is 5 ms."""
 
 
 class Front:
@@ -90,6 +93,7 @@ class Front:
     def run(self) -> int:
         """Raises ModelError, EndpointError, ConfigError, FolderError or AlreadyRunning for what the user can mend."""
         began = time.monotonic()
+        sys.setswitchinterval(SWITCH_SECONDS)
         supervisor: Supervisor | None = None
         stages: list[Stage] = []
         self._install_signals()

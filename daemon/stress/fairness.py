@@ -58,17 +58,18 @@ class Fairness:
             click.echo(f"{number + 1} rounds beside one that never reads", err=True)
         before = max(*warm, self._peaks[BASELINE][0])
         arms = {arm: self._arm(arm, before) for arm in ARMS}
-        flood = (self._flood() - before) / 2**20
+        read = self._flood("reads")
+        flood = (self._flood("never-reads") - max(before, read)) / 2**20
         checks = [check for arm in arms for check in self._judge(arm, arms[arm])]
         checks.append(self._small("a flood that nobody reads", flood))
         return {"front_rss_mb": before / 2**20, **arms, "a flood that nobody reads": {"growth_mb": flood}}, checks
 
-    def _flood(self) -> int:
-        """The most memory of the front while a client asks for as much as it may and reads nothing, so that its
-        streams are cut; until it is found gone."""
+    def _flood(self, role: str) -> int:
+        """The most memory of the front while a client asks for as much as it may. One that reads nothing of it has its
+        streams cut, and is found gone. What so many streams take by themselves is known from the one that reads."""
         numbers = (LIMITS.max_streams, self._config.round_tokens, LIMITS.max_logprobs)
         with Peak(self._front) as peak:
-            with Bystander("never-reads", self._connection["endpoint"], *numbers):
+            with Bystander(role, self._connection["endpoint"], *numbers):
                 time.sleep(FLOOD_SECONDS)
             self._settle()
         return peak.bytes

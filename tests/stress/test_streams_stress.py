@@ -90,7 +90,8 @@ def test_pauses_and_memory_are_judged_beside_the_round_of_the_client_that_reads(
         "a subscriber that never reads": ([1.0] * 100, 109 << 20),
     }
     monkeypatch.setattr(Fairness, "_round", lambda self, arm: seen[arm])
-    monkeypatch.setattr(Fairness, "_flood", lambda self: 105 << 20)
+    floods = {"reads": 103 << 20, "never-reads": 108 << 20}
+    monkeypatch.setattr(Fairness, "_flood", lambda self, role: floods[role])
     monkeypatch.setattr("deepinfer.daemon.stress.fairness.psutil.Process", lambda pid: None)
 
     class Daemon:
