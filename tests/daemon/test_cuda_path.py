@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import save_tiny_llama
+from tiny import save_tiny_family, save_tiny_llama
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.engine import Engine, no_progress
@@ -52,6 +52,23 @@ def test_a_batch_invariant_engine_attends_the_rows_of_prompts_one_by_one_and_say
     settings = {"device": "host-emulation", "kv_cache_dtype": "int8", "dtype": "bf16", "batch_invariant": True}
     with Engine(wide_path, num_blocks=24, **settings) as engine:
         assert "prompts row by row" in engine.status()["engine"]["attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma2", {"sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+        ("olmo2", {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}),
+        ("smollm3", {"no_rope_layers": [1, 0]}),
+    ],
+)
+def test_what_a_family_has_beside_llama_is_the_same_on_the_cuda_path(tmp_path, family, fields):
+    path = save_tiny_family(tmp_path, family, **{"head_dim": 64, **fields})
+    expected, _ = answers(path, "cpu", kv_cache_dtype="fp16")
+    got, engine = answers(path, "host-emulation", kv_cache_dtype="fp16")
+    assert got == expected
+    assert len({token for ids in got for token in ids}) > 6
+    assert (engine["family"], engine["cuda_graphs"]) == (family, True)
 
 
 def test_decode_steps_are_replayed_from_graphs_and_say_the_same_without_them(wide_path):
