@@ -184,7 +184,9 @@ class CpuOps:
         return StepPrograms(attention.check, max_blocks) if isinstance(attention, NumbaAttention) else None
 
     def embed(self, embedding: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
-        rows, taker = embedding(token_ids), recorder()
-        if taker is not None:
+        taker = recorder()
+        before = 0 if taker is None else taker.taken
+        rows = embedding(token_ids)
+        if taker is not None and taker.taken == before:
             taker.call(lambda: rows.copy_(embedding(token_ids)))
         return rows

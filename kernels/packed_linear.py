@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer.kernels.cpu.bf16_dot import available
 from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, packed_units
-from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, CODE_BITS, P_BF16, P_INT4, P_INT8
+from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, P_BF16, P_INT4, P_INT8
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
 
 KINDS = {P_INT4: "w4a16 bf16 dot", P_INT8: "w8a16 bf16 dot", P_BF16: "dense bf16 dot"}
@@ -98,21 +98,14 @@ class PackedLinear:
         return y if y.shape[1] == self._outputs else _without_padding(y, self._outputs)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of W, as `linear.RowTable` has it."""
-        block, lane, each = ids.long() // BLOCK, ids.long() % BLOCK, torch.arange(len(ids))
-        records, code_bytes = self._records[block], BLOCK * self._group * CODE_BITS[self._number] // 8
-        stored = (torch.int16, torch.int8, torch.bfloat16)[self._number]
-        codes = records[..., :code_bytes].view(stored).unflatten(-1, (-1, BLOCK, 2))[each, :, :, lane]
-        if self._number == P_INT4:
-            codes = torch.stack([codes >> bit & 15 for bit in (0, 4, 8, 12)], dim=3)
-        weights = codes.flatten(2).float()
-        factor_dtype = torch.float32 if self._wide else torch.float16
-        factors = records[..., code_bytes:].view(factor_dtype).unflatten(-1, (-1, BLOCK))[each, :, :, lane].float()
-        if self._number != P_BF16:
-            weights = weights * factors[..., :1]
-        if self._number == P_INT4:
-            weights = weights + factors[..., 1:]
-        return weights.flatten(1)[:, : self._width].contiguous()
+        """Rows of W, as `linear.RowTable` has it. While a step is recorded, `ids` are int32 and contiguous: the replay
+        reads them where they lie."""
+        ids = ids.int().contiguous()
+        out = torch.empty(len(ids), self._width)
+        addresses = [part.data_ptr() for part in (ids, self._records, out)]
+        task = Task(self._units.rows, len(ids), (*addresses, self._groups, self._width))
+        run_tasks([task], 1 if recorder() is None else numba.get_num_threads(), ids, out)
+        return out
 
 
 def _without_padding(y: Tensor, outputs: int) -> Tensor:

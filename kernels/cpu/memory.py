@@ -58,6 +58,28 @@ def store_half(_typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def load_byte(_typing: Any, address: Any) -> Any:
+    """One int8, widened."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), align=1), _I64)
+
+    return nt.int64(nt.int64), emit
+
+
+@intrinsic
+def load_bf16(_typing: Any, address: Any) -> Any:
+    """One bf16, widened to fp32."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        upper = builder.load(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), align=2)
+        wide = builder.shl(builder.zext(upper, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return nt.float32(nt.int64), emit
+
+
+@intrinsic
 def load_int(_typing: Any, address: Any) -> Any:
     """One int64."""
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
+from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_int, store_float
-from deepinfer.kernels.cpu.packed_products import BLOCK, group_sum, packed_products, record_bytes
+from deepinfer.kernels.cpu.memory import load_bf16, load_byte, load_float, load_half, load_int, load_int32, store_float
+from deepinfer.kernels.cpu.packed_products import (
+    BLOCK,
+    CODE_BITS,
+    P_BF16,
+    P_INT4,
+    P_INT8,
+    group_sum,
+    packed_products,
+    record_bytes,
+)
 from deepinfer.kernels.cpu.tasks import unit
 
 ROW_TILE = 64
@@ -60,6 +71,8 @@ class PackedUnits(NamedTuple):
     takes the rows of the tile u // units and its share of the blocks."""
     sums: int
     """(x, sums, groups): sums of x by group, a row for each unit."""
+    rows: int
+    """(ids int32, w, out fp32 [ids, width], groups, width): a row of the weights for each unit."""
 
 
 @functools.cache
@@ -84,7 +97,40 @@ def packed_units(kind: int, group: int, wide: bool, out_bf16: bool) -> PackedUni
                 y + row * y_stride + block * block_bytes, y_stride,
             )  # fmt: skip
 
-    return PackedUnits(matmul.address, _sums_unit(group))
+    return PackedUnits(matmul.address, _sums_unit(group), _rows_unit(kind, group, wide))
+
+
+@functools.cache
+def _rows_unit(kind: int, group: int, wide: bool) -> int:
+    record, is_wide, code_bits = record_bytes(kind, group, wide), int(wide), CODE_BITS[kind]
+    factors_at = BLOCK * group * code_bits // 8
+
+    @unit
+    def row_of_weights(arguments, index, worker):  # type: ignore[no-untyped-def]
+        number = load_int32(load_int(arguments) + 4 * index)
+        groups, width = load_int(arguments + 24), load_int(arguments + 32)
+        place = load_int(arguments + 8) + (number // BLOCK) * groups * record
+        out, lane = load_int(arguments + 16) + 4 * index * width, number % BLOCK
+        for k in range(width):
+            at, inside = place + (k // group) * record, k % group
+            pair, factors = inside // 2, at + factors_at
+            element = pair * BLOCK * 2 + 2 * lane + inside % 2
+            if kind == P_INT4:
+                word = load_int32(at + (pair // 4) * VECTOR_BYTES + 2 * (2 * lane + inside % 2))
+                value = np.float32((word >> (4 * (pair % 4))) & 15)
+            elif kind == P_INT8:
+                value = np.float32(load_byte(at + element))
+            else:
+                value = load_bf16(at + 2 * element)
+            if kind != P_BF16:
+                value *= load_float(factors + 4 * lane) if is_wide else load_half(factors + 2 * lane)
+            if kind == P_INT4:
+                value += (
+                    load_float(factors + 4 * (BLOCK + lane)) if is_wide else load_half(factors + 2 * (BLOCK + lane))
+                )
+            store_float(out + 4 * k, value)
+
+    return row_of_weights.address
 
 
 @functools.cache

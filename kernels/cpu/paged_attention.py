@@ -98,7 +98,7 @@ class NumbaAttention(EncoderCounts):
         if taker is None:
             self._note_counts(work)
         elif layer == self._spec.num_layers - 1:
-            taker.call(lambda: self._note_counts(work))
+            taker.afterwards(lambda: self._note_counts(work))
 
     def _note_counts(self, work: _Workspace) -> None:
         if work.counters.any():

@@ -107,6 +107,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.steps: list[list[Task] | Callable[[], object]] = []
+        self.last: list[Callable[[], object]] = []
         self.kept: list[Any] = []
         self.taken = 0
         """Tasks and calls so far."""
@@ -125,13 +126,17 @@ class Recorder:
         self.taken += 1
         self.steps.append(function)
 
+    def afterwards(self, function: Callable[[], object]) -> None:
+        """A call that nothing of the step waits for: it does not part the tasks before it from those behind it."""
+        self.last.append(function)
+
 
 class Recording:
     """What a recorder took down, to be done again any number of times. Owns the memory that the tasks use."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._kept = recorder.kept
-        self._steps = [Program(step) if isinstance(step, list) else step for step in recorder.steps]
+        self._steps = [Program(step) if isinstance(step, list) else step for step in [*recorder.steps, *recorder.last]]
 
     def run(self, num_workers: int) -> None:
         for step in self._steps:
@@ -167,6 +172,16 @@ def recording() -> Iterator[Recorder]:
         yield made
     finally:
         _current.recorder = None
+
+
+@contextmanager
+def not_recording() -> Iterator[None]:
+    """Tasks of this thread are run, even while it records."""
+    paused, _current.recorder = _current.recorder, None
+    try:
+        yield
+    finally:
+        _current.recorder = paused
 
 
 def run_tasks(tasks: Sequence[Task], num_workers: int, *owners: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from deepinfer.kernels.cpu.tasks import not_recording
 from deepinfer.kernels.linear import RowTable
 from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups
 
@@ -96,4 +97,6 @@ class ScaledEmbedding:
         return self._inner.table_bytes
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._inner(token_ids).mul_(self._scale)
+        # Recorded tasks would leave out what follows them here.
+        with not_recording():
+            return self._inner(token_ids).mul_(self._scale)

@@ -9,8 +9,13 @@ from step_runs import MAX_ROWS, Sequences, Side, random_run
 from tiny import save_tiny_family, save_tiny_llama
 
 from deepinfer.kernels import packed_linear
+from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.cpu import step_programs
+from deepinfer.kernels.cpu.step_programs import Step
+from deepinfer.kernels.cpu.tasks import Recording, recording
+from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import load_model, open_checkpoint
+from deepinfer.stages.model.embedding import HeadEmbedding, ScaledEmbedding
 
 pytestmark = pytest.mark.skipif(
     not packed_linear.available(), reason="without AVX512-BF16 the matmuls are library calls, which are not recorded"
@@ -63,7 +68,7 @@ def test_any_number_of_threads_computes_the_same(model, monkeypatch, threads):
 
 @pytest.mark.parametrize("part", ["token_ids", "positions", "block_tables"])
 def test_every_input_that_a_replay_does_not_get_shows(model, monkeypatch, part):
-    run = step_programs._Step.run
+    run = step_programs.Step.run
 
     def all_but_one(self, token_ids, batch, workers):
         stale = self.token_ids.numpy() if part == "token_ids" else getattr(self.batch, part)
@@ -78,7 +83,7 @@ def test_every_input_that_a_replay_does_not_get_shows(model, monkeypatch, part):
         run(self, token_ids, batch, workers)
         self._steps[0] = fresh
 
-    monkeypatch.setattr(step_programs._Step, "run", all_but_one)
+    monkeypatch.setattr(step_programs.Step, "run", all_but_one)
     assert not random_run(model, "int8", seed=3)[0]
 
 
@@ -138,3 +143,26 @@ def test_every_unit_of_a_replayed_step_is_done_once(model):
             num_tasks += len(program._tasks)
             assert (program._counters[:, 1] == program._tasks[:, 1]).all()
     assert num_tasks == 2 * 8 + 2
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_recorded_step_reads_the_embeddings_of_the_tokens_that_it_is_given(scale):
+    weights = torch.randn(64, 48, generator=torch.Generator().manual_seed(3)).bfloat16()
+    embedding = HeadEmbedding(packed_linear.PackedLinear(packed_linear.P_BF16, weights))
+    if scale != 1.0:
+        embedding = ScaledEmbedding(embedding, scale)
+    ops = open_device("cpu")
+    step = Step(2, 1, lambda ids, batch: ops.embed(embedding, ids))
+    for ids in ([5, 63], [0, 5]):
+        given = torch.tensor(ids, dtype=torch.int32)
+        step.run(given, AttentionBatch([0, 0], [0, 1], [[0], [0]], [0, 1, 2]), 1)
+        assert torch.equal(step.logits, weights[ids].float() * scale)
+
+
+def test_what_nobody_waits_for_runs_behind_all_tasks():
+    with recording() as taken:
+        order = []
+        taken.afterwards(lambda: order.append("afterwards"))
+        taken.call(lambda: order.append("call"))
+    Recording(taken).run(1)
+    assert order == ["call", "afterwards"]
