@@ -12,7 +12,7 @@ from deepinfer.kernels import packed_linear
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.cpu import step_programs
 from deepinfer.kernels.cpu.step_programs import Step
-from deepinfer.kernels.cpu.tasks import Recording, recording
+from deepinfer.kernels.cpu.tasks import Program, Recording, recording
 from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import load_model, open_checkpoint
 from deepinfer.stages.model.embedding import HeadEmbedding, ScaledEmbedding
@@ -131,8 +131,8 @@ def test_every_unit_of_a_replayed_step_is_done_once(model):
     (step,) = side.graphs._steps.values()
     with torch.inference_mode():
         step.run(batch.token_ids, batch.attention, numba.get_num_threads())
-    for program in step._steps:
-        if isinstance(program, step_programs.Program):
+    for program in step._recording._steps:
+        if isinstance(program, Program):
             num_tasks += len(program._tasks)
             assert (program._counters[:, 1] == program._tasks[:, 1]).all()
     assert num_tasks == 2 * 8 + 2
