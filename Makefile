@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 BIN := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -13,8 +14,9 @@ export PROMPT
 demo: $(INSTALLED)
 	@PATH="$(BIN):$$PATH" sh docs/demo.sh
 
+# Two files of tests at a time: most wait for compilers and processes, and more would keep daemons from their time-outs.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
