@@ -130,6 +130,17 @@ def _prefetch_tile(codes, row_bytes, layer, table, head, first, context):  # typ
 
 
 @helper
+def prefetch_first(k_bytes, v_bytes, head_dim, layer, table, head, position):  # type: ignore[no-untyped-def]
+    """Ask for what `attend_pairs` reads before its own prefetching is ahead of it."""
+    window = layer[plan.WINDOW]
+    start = max(0, position - window + 1) if window > 0 else 0
+    start -= start % TILE
+    for token in range(start, start + _AHEAD, TILE):
+        _prefetch_tile(layer[plan.K_ADDRESS], head_dim * k_bytes, layer, table, head, token, position)
+        _prefetch_tile(layer[plan.V_ADDRESS], head_dim * v_bytes, layer, table, head, token, position)
+
+
+@helper
 def _weigh(k_codec, v_codec, scores, sums, scales, low, high):  # type: ignore[no-untyped-def]
     """Scores of one row, fp32 [32], to its weights, bf16 [32], in the same place. `sums`: of its record; the maximum
     and the decay follow. Tokens low .. high of the tile are seen."""

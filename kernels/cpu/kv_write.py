@@ -14,14 +14,17 @@ from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import load_float, load_half, store_float, store_half
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
+    add,
     div,
     fma,
     lane_max,
     lane_sum,
     load_f32,
     magnitude_max,
+    mul,
     splat,
     store_f32,
+    sub,
 )
 
 _BF16, _INT8 = BF16.number, INT8.number
@@ -54,7 +57,15 @@ def normalise_head(head, weight, eps, head_dim):  # type: ignore[no-untyped-def]
 def rotate_head(head, cos, sin, factor, head_dim):  # type: ignore[no-untyped-def]
     """head = RoPE(head) * factor in place, half-split. Not fused, so that it rounds as plain torch does."""
     half = head_dim // 2
-    for d in range(half):
+    whole = half - half % LANES
+    factors = splat(factor)
+    for d in range(0, whole, LANES):
+        low, high = head + 4 * d, head + 4 * (half + d)
+        first, second = load_f32(low), load_f32(high)
+        c, s = load_f32(cos + 4 * d), load_f32(sin + 4 * d)
+        store_f32(low, mul(sub(mul(first, c), mul(second, s)), factors))
+        store_f32(high, mul(add(mul(second, c), mul(first, s)), factors))
+    for d in range(whole, half):
         low, high = head + 4 * d, head + 4 * (half + d)
         first, second = load_float(low), load_float(high)
         c, s = load_float(cos + 4 * d), load_float(sin + 4 * d)

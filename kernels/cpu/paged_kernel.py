@@ -12,7 +12,7 @@ from numba import carray, literally
 from deepinfer.kernels.codecs import BF16, Codec
 from deepinfer.kernels.cpu import bf16_tiles, plan
 from deepinfer.kernels.cpu.attend import attend_unit
-from deepinfer.kernels.cpu.attend_pairs import attend_pairs, places
+from deepinfer.kernels.cpu.attend_pairs import attend_pairs, places, prefetch_first
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.kv_write import (
     make_storable,
@@ -200,6 +200,9 @@ def attention_units(
         layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
         num_kv = layer[plan.NUM_KV_HEADS]
         row, head = index // num_kv, index % num_kv
+        if pairs:
+            position = load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row)
+            prefetch_first(k_bytes, v_bytes, head_dim, layer, table_of(arguments, row), head, position)
         write_of(arguments, layer, row, head)
         attend_of(alone, arguments, layer, row, row + 1, head, worker)
 

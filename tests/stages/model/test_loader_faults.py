@@ -188,7 +188,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) 
 
 
 REFUSED = {
-    "family": ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported: llama, mistral"),
+    "family": ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, mistral"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "quantisation": ({"quantization_config": {"quant_method": "fp8"}}, "quantisation 'fp8'"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
