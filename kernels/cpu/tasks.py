@@ -26,6 +26,8 @@ _NEXT, _DONE = range(2)
 COUNTER_INTS = 8
 """int64 in a cache line: each task's counters have their own."""
 TASK_INTS = MAX_ARGUMENTS + _FIRST_ARGUMENT
+_SHARES = 64
+"""Into about so many parts a task of many units is divided: to take one costs as much as the norm of a short row."""
 _SPINS = 2000
 """Looks at a counter before a waiting thread lets others have its core."""
 
@@ -49,14 +51,17 @@ class Task(NamedTuple):
 
 @helper
 def take_units(task, counter, worker):  # type: ignore[no-untyped-def]
-    """A thread's share of a task: it takes units until none is left. Returns how many it took."""
+    """A thread's share of a task: units until none is left, of many a few at a time. Returns how many it took."""
     function, units = load_int(task + 8 * _FUNCTION), load_int(task + 8 * _UNITS)
-    mine, taken = add_int(counter + 8 * _NEXT, 1), 0
-    while mine < units:
-        call_unit(function, task + 8 * _FIRST_ARGUMENT, mine, worker)
-        add_int(counter + 8 * _DONE, 1)
-        taken += 1
-        mine = add_int(counter + 8 * _NEXT, 1)
+    step, taken = max(1, units // _SHARES), 0
+    first = add_int(counter + 8 * _NEXT, step)
+    while first < units:
+        end = min(first + step, units)
+        for mine in range(first, end):
+            call_unit(function, task + 8 * _FIRST_ARGUMENT, mine, worker)
+        add_int(counter + 8 * _DONE, end - first)
+        taken += end - first
+        first = add_int(counter + 8 * _NEXT, step)
     return taken
 
 
