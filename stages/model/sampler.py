@@ -80,10 +80,11 @@ class Sampler:
             )
         results = {place: Sampled(token) for place, token in self._highest(logits, rows).items()}
         rest = [place for place in range(len(rows)) if place not in results]
-        chosen = logits if len(rest) == len(rows) else logits[rest]
-        valid = chosen.detach()[:, : self.num_valid_tokens].cpu().numpy()
-        for place, values in zip(rest, valid, strict=True):
-            results[place] = self._sample_row(values, rows[place])
+        if rest:  # Greedy rows are done, and to index with nothing would cost more than they did.
+            chosen = logits if len(rest) == len(rows) else logits[rest]
+            valid = chosen.detach()[:, : self.num_valid_tokens].cpu().numpy()
+            for place, values in zip(rest, valid, strict=True):
+                results[place] = self._sample_row(values, rows[place])
         return [results[place] for place in range(len(rows))]
 
     def _highest(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> dict[int, int]:
