@@ -20,6 +20,7 @@ FOLDERS = (
     "stages",
     "stages/memory",
     "stages/model",
+    "stages/model/families",
     "stages/text",
     "kernels",
     "kernels/cpu",

@@ -9,19 +9,22 @@ import pytest
 from deepinfer.daemon import validate_kernels
 
 
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "cpu-native"), ("host-emulation", "host-emulation")])
-def test_every_kernel_is_within_its_limits_and_the_report_names_the_backend(device, backend, tmp_path):
+@pytest.mark.parametrize(
+    ("device", "backend", "checks"), [("cpu", "cpu-native", 22), ("host-emulation", "host-emulation", 15)]
+)
+def test_every_kernel_is_within_its_limits_and_the_report_names_the_backend(device, backend, checks, tmp_path):
     output = tmp_path / "report.json"
     assert validate_kernels.run_validation(device, None, output) == 0
     report = json.loads(output.read_text())
     assert report["backend"] == backend
-    assert len(report["checks"]) == 15
+    assert len(report["checks"]) == checks
     assert all(check["passed"] and check["unequal_bytes"] == 0 for check in report["checks"])
 
 
-def test_a_kernel_outside_its_limits_ends_with_code_1(monkeypatch):
+@pytest.mark.parametrize("bound", ["MAX_ABS_ERROR", "BF16_ABS_ERROR"])
+def test_a_kernel_outside_its_limits_ends_with_code_1(monkeypatch, bound):
     """The control arm: a bound that nothing can meet."""
-    monkeypatch.setattr(validate_kernels, "MAX_ABS_ERROR", 1e-9)
+    monkeypatch.setattr(validate_kernels, bound, 1e-9)
     assert validate_kernels.run_validation("cpu", None, None) == 1
 
 
