@@ -8,12 +8,14 @@ at most one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 import zmq
 
 from deepinfer.stages.block_tables import BlockTables
+from deepinfer.stages.engine_stats import engine_stats
 from deepinfer.stages.memory.entries import Moves, OwnCopy, State
 from deepinfer.stages.memory.pool import KVPool
 from deepinfer.stages.memory.prefix import root_key
@@ -27,20 +29,16 @@ from deepinfer.stages.messages import (
     Drain,
     DropPayload,
     EngineStopped,
-    Finished,
     Halt,
-    Preempted,
     PrefillChunk,
-    Resumed,
     Snapshot,
     Submit,
     SwapIn,
     SwapInDone,
     SwapOut,
     SwapOutDone,
-    TokenItem,
-    Tokens,
 )
+from deepinfer.stages.news import End, News
 from deepinfer.stages.pace import Pace
 from deepinfer.stages.preemption import Preemption
 from deepinfer.stages.request import Request
@@ -92,6 +90,7 @@ class DecodeStage(Stage):
         self._last_snapshot = 0.0
         self.counters = EngineCounters()
         self._transfers = Transfers(self.counters, pool.layout.block_bytes)
+        self._news = News(partial(self.send, "admission"), requests, self.counters, eos_token_ids)
         self.on(Submit, self._on_submit)
         self.on(Cancel, self._on_cancel)
         self.on(Drain, self._on_drain)
@@ -117,13 +116,12 @@ class DecodeStage(Stage):
         if not self._residency.fits_alone(total):
             # Admission refuses this earlier, with the numbers; a request must never wait for what cannot come.
             self.counters.requests_kv_exhausted_total += 1
-            self._send_finished(request, "kv_exhausted")
+            self._news.refused(request, End(request.rid, "kv_exhausted"))
             return
         reason = request.finish_reason(self._eos) if request.generated else None
         if reason is not None:
             # An engine before this one produced its last token, and died before it could say that it was the last.
-            self.counters.requests_finished_total += 1
-            self._send_finished(request, reason)
+            self._news.finished(request, End(request.rid, reason))
             return
         self._requests[message.rid] = request
         keys = request.keys([]) if self._ledger.tree is not None else []
@@ -153,7 +151,7 @@ class DecodeStage(Stage):
                 request.clock.prefill += message.seconds
                 self.counters.computed(request.note_computed(chunk.start + chunk.count), chunk.count)
             begun = self._residency.fork(chunk.rid) if alive and chunk.last else []
-            self._note_forks(begun, chunk.start + chunk.count)
+            self._news.forked(begun, chunk.start + chunk.count)
             if alive:
                 self._residency.let_past(chunk.rid)
             for rid in (chunk.rid, *chunk.forks):
@@ -163,12 +161,6 @@ class DecodeStage(Stage):
                 if rid in message.errors or rid in tokens:
                     outcomes.append(Outcome(rid, tokens.get(rid), message.errors.get(rid, "")))
         self._deliver(outcomes)
-
-    def _note_forks(self, rids: list[int], stored: int) -> None:
-        for rid in rids:
-            self._entered(rid)
-            self._requests[rid].note_found(stored)
-        self.counters.requests_forked_total += len(rids)
 
     def _on_swap_out_done(self, message: SwapOutDone) -> None:
         was_parked = self._transfers.holds(message.rid)
@@ -190,7 +182,7 @@ class DecodeStage(Stage):
             self.counters.requests_recomputed_total += 1
         else:
             self.counters.requests_resumed_total += 1
-            self._unparked(message.rid)
+            self._news.unparked(message.rid)
 
     # --- a turn -----------------------------------------------------------------------------------------------
 
@@ -268,8 +260,7 @@ class DecodeStage(Stage):
             blocks = self._tables.blocks_at(rid, self._residency.entries[rid].away)
             self.send("offload", SwapIn(rid=rid, blocks=blocks))
         for rid in moves.admitted:
-            self._entered(rid)
-            self._note_found(rid)
+            self._news.admitted(rid, self._residency.entries[rid])
         for rid in moves.recomputed:
             self.counters.requests_recomputed_total += 1
             if self._transfers.holds(rid):
@@ -280,48 +271,15 @@ class DecodeStage(Stage):
             self.counters.requests_kv_exhausted_total += 1
             self._finish(rid, "kv_exhausted")
 
-    def _note_found(self, rid: int) -> None:
-        entry = self._residency.entries[rid]
-        self._requests[rid].note_found(entry.cached)
-        if not entry.parks:
-            self.counters.prefix_cache_queries_total += entry.length
-            self.counters.prefix_cache_hits_total += entry.cached
-
-    def _entered(self, rid: int) -> None:
-        self._requests[rid].clock.admit()
-        if self._requests[rid].clock.parked:
-            self._unparked(rid)
-
     def _parked(self, rid: int) -> None:
         self._tables.outdated(rid)
-        self._requests[rid].clock.park()
-        self.send("admission", Preempted(rid=rid))
-
-    def _unparked(self, rid: int) -> None:
-        self._requests[rid].clock.unpark()
-        self.send("admission", Resumed(rid=rid))
+        self._news.parked(rid)
 
     # --- results ----------------------------------------------------------------------------------------------
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
-        items: list[TokenItem] = []
-        ends: list[tuple[int, str, str, str]] = []
-        for outcome in outcomes:
-            request = self._requests[outcome.rid]
-            if outcome.item is None:
-                ends.append((outcome.rid, "error", "non_finite_logits", outcome.error))
-                continue
-            request.append(outcome.item.token_id)
-            request.clock.token()
-            items.append(outcome.item)
-            reason = request.finish_reason(self._eos)
-            if reason is not None:
-                ends.append((outcome.rid, reason, "", ""))
-        self.counters.generation_tokens_total += len(items)
-        if items:
-            self.send("admission", Tokens(items=items))
-        for rid, reason, code, error in ends:
-            self._finish(rid, reason, code, error)
+        for end in self._news.tokens(outcomes):
+            self._finish(*end)
 
     def _finish(self, rid: int, reason: str, code: str = "", error: str = "") -> None:
         """The one way a request ends: blocks and payload go back, exactly one Finished goes out."""
@@ -333,25 +291,9 @@ class DecodeStage(Stage):
             return
         if state is State.SWAPPED:
             self._drop_payload(rid)
-        self.counters.requests_finished_total += 1
-        self.counters.requests_failed_total += reason == "error"
-        self._send_finished(request, reason, code, error)
+        self._news.finished(request, End(rid, reason, code, error))
         if not busy:
             del self._requests[rid]
-
-    def _send_finished(self, request: Request, reason: str, code: str = "", error: str = "") -> None:
-        timings = request.clock.timings()
-        self.send(
-            "admission",
-            Finished(
-                rid=request.rid,
-                reason=reason,
-                code=code,
-                error=error,
-                cached_tokens=request.cached_tokens,
-                timings=timings,
-            ),
-        )
 
     def _drop_payload(self, rid: int) -> None:
         self._transfers.dropped(rid)
@@ -361,24 +303,9 @@ class DecodeStage(Stage):
     # --- what others see --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        states = dict.fromkeys((state.value for state in State), 0)
-        for entry in self._residency.entries.values():
-            states[entry.state.value] += 1
-        kv_counts = self._runner.executor.attention.kv_counts()
-        graphs = self._runner.executor.graphs
         return {
-            **self.counters.as_dict(),
-            "kv_saturated_total": sum(saturated for saturated, _ in kv_counts),
-            "kv_nonfinite_total": sum(nonfinite for _, nonfinite in kv_counts),
-            "kv_encoder_layers": [[layer, *counts] for layer, counts in enumerate(kv_counts) if any(counts)],
-            "cuda_graphs_captured_total": 0 if graphs is None else len(graphs.captured),
-            "cuda_graph_replays_total": 0 if graphs is None else graphs.replays,
-            "states": states,
+            **engine_stats(self.counters, self._residency, self._runner.executor),
             "preemption": self.preemption.as_dict(),
-            "num_blocks": self._ledger.num_blocks,
-            "free_blocks": self._ledger.available,
-            "cached_blocks": self._ledger.idle,
-            "swapped_requests": states["swapped"],
             "cpu_offload_bytes": self._transfers.bytes,
             "progress": self.progress,
         }
