@@ -19,8 +19,9 @@ from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, OwnCop
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
 
-READ_TOGETHER = 16
-"""Kernels read contexts in pieces of so many tokens: a piece that a window begins in is read from its first one."""
+READ_TOGETHER = 32
+"""Kernels read contexts in pieces of at most so many tokens: a piece that a window begins in is read from its first one.
+A multiple of every kernel's tile."""
 
 
 class Residency:

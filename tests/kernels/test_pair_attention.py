@@ -8,9 +8,10 @@ from kernel_harness import Case
 
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.codecs import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8
-from deepinfer.kernels.cpu import bf16_tiles
+from deepinfer.kernels.cpu import bf16_tiles, tiles
 from deepinfer.kernels.cpu.paged_kernel import multiplies_pairs, rows_at_once
 from deepinfer.kernels.reference_attention import ReferenceAttention
+from deepinfer.stages.memory.residency import READ_TOGETHER
 
 pytestmark = pytest.mark.skipif(not bf16_tiles.available(), reason="this processor has no AVX512-BF16 and VBMI")
 
@@ -121,6 +122,27 @@ def test_nan_in_every_unused_slot_and_in_scratch_memory_changes_no_bit(fmt, pois
         assert torch.equal(got, clean)
         batch.workspace.scratch.fill(np.nan)
         batch.workspace.queries.fill(np.nan)
+
+
+@pytest.mark.parametrize("first", range(32, 64, 5))
+def test_blocks_that_a_window_has_left_may_hold_anything(first):
+    """Those that the policy lets go of, whatever other request wrote there; one block later is read."""
+    window, length = 20, first + 20
+    case = pair_case("fp8_e4m3/fp8_e5m2", lengths=(length,), window=window)
+    pool = case.pool()
+    attention = case.attention("numba", pool)
+    case.forward(attention, [(0, 0, length - 1)])
+    want = case.forward(attention, [(0, length - 1, length)])[0]
+    let_past = first // READ_TOGETHER * READ_TOGETHER // 16
+    pool[case.tables[0][:let_past]] = 0x7F
+    assert torch.equal(case.forward(attention, [(0, length - 1, length)])[0], want)
+    pool[case.tables[0][let_past]] = 0x7F
+    assert torch.isnan(case.forward(attention, [(0, length - 1, length)])[0]).any()
+
+
+def test_the_policy_keeps_whole_tiles():
+    assert READ_TOGETHER % tiles.TILE == 0
+    assert READ_TOGETHER % bf16_tiles.TILE == 0
 
 
 def test_a_nan_query_gives_nan_and_touches_no_other_row():
