@@ -100,7 +100,11 @@ class PackedLinear:
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of W, as `linear.RowTable` has it. While a step is recorded, `ids` are int32 and contiguous: the replay
         reads them where they lie."""
+        if ids.dtype != torch.int32 or not ids.is_contiguous():
+            refuse_recording("ids that are not contiguous int32")
         ids = ids.int().contiguous()
+        if recorder() is None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._outputs:
+            raise IndexError(f"ids {int(ids.min())} .. {int(ids.max())} are outside 0 .. {self._outputs - 1}")
         out = torch.empty(len(ids), self._width)
         addresses = [part.data_ptr() for part in (ids, self._records, out)]
         task = Task(self._units.rows, len(ids), (*addresses, self._groups, self._width))

@@ -68,6 +68,16 @@ def load_byte(_typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def load_int16(_typing: Any, address: Any) -> Any:
+    """One int16, widened."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), align=2), _I64)
+
+    return nt.int64(nt.int64), emit
+
+
+@intrinsic
 def load_bf16(_typing: Any, address: Any) -> Any:
     """One bf16, widened to fp32."""
 

@@ -11,7 +11,16 @@ from numba import literally
 from deepinfer.kernels.codecs import BF16, FP32
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_bf16, load_byte, load_float, load_half, load_int, load_int32, store_float
+from deepinfer.kernels.cpu.memory import (
+    load_bf16,
+    load_byte,
+    load_float,
+    load_half,
+    load_int,
+    load_int16,
+    load_int32,
+    store_float,
+)
 from deepinfer.kernels.cpu.packed_products import (
     BLOCK,
     CODE_BITS,
@@ -116,7 +125,7 @@ def _rows_unit(kind: int, group: int, wide: bool) -> int:
             pair, factors = inside // 2, at + factors_at
             element = pair * BLOCK * 2 + 2 * lane + inside % 2
             if kind == P_INT4:
-                word = load_int32(at + (pair // 4) * VECTOR_BYTES + 2 * (2 * lane + inside % 2))
+                word = load_int16(at + (pair // 4) * VECTOR_BYTES + 2 * (2 * lane + inside % 2))
                 value = np.float32((word >> (4 * (pair % 4))) & 15)
             elif kind == P_INT8:
                 value = np.float32(load_byte(at + element))

@@ -72,9 +72,12 @@ class NumbaAttention(EncoderCounts):
         in_pairs = scratch_bytes(spec.head_dim, self._tile_rows * heads_at_once) // 4
         self._scratch_floats = -(-max(in_fp32, in_pairs) // LANES) * LANES
         self._scale, self._eps = bits(spec.scale), bits(spec.rms_norm_eps)
-        pairs = multiplies_pairs(layout.k, layout.v, BF16, spec.head_dim, False, spec.soft_cap)
-        self.name = "numba fused paged" + (", bf16 products for bf16 activations" if pairs else "")
         self._biased = tuple(spec.split_key_bias(layer) is not None for layer in range(spec.num_layers))
+        pairs = sum(
+            multiplies_pairs(layout.k, layout.v, BF16, spec.head_dim, biased, spec.soft_cap) for biased in self._biased
+        )
+        where = "" if pairs == spec.num_layers else f" in {pairs} of {spec.num_layers} layers"
+        self.name = "numba fused paged" + (f", bf16 products for bf16 activations{where}" if pairs else "")
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
