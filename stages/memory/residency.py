@@ -20,7 +20,7 @@ from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
 
 READ_TOGETHER = 32
-"""Kernels read contexts in pieces of at most so many tokens: a piece that a window begins in is read from its first one.
+"""Kernels read contexts in pieces of at most so many tokens: one that a window begins in is read from its first token.
 A multiple of every kernel's tile."""
 
 

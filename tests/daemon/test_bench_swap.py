@@ -47,7 +47,7 @@ def test_steps_during_a_copy_are_the_last_one_before_the_client_hears_of_it_and_
     assert list(_gaps_during([staying], moves, {"preempted": 2.5, "resumed": 0.0})) == [1.0, 2.0, 1.0]
 
 
-def test_theseconds_of_a_move_are_those_between_two_looks():
+def test_the_seconds_of_a_move_are_those_between_two_looks():
     before = {"requests_swapped_total": 2, "cpu_offload_seconds": 1.0}
     before |= {"requests_resumed_total": 2, "cpu_reload_seconds": 5.0}
     after = {**before, "requests_swapped_total": 4, "cpu_offload_seconds": 1.5}

@@ -58,7 +58,7 @@ def test_block_sizes_and_group_sizes_agree_with_the_reference(block_size, heads)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "head_dim"), [("fp16", 64), ("fp8", 80), ("int8", 96), ("fp8/fp16", 128), ("fp16", 256)]
+    ("fmt", "head_dim"), [("fp16", 64), ("fp8", 80), ("int8", 96), ("fp8/fp16", 128), ("e5m2/fp16", 256), ("fp16", 256)]
 )
 def test_head_dims_agree_with_the_reference_in_bf16(fmt, head_dim):
     case = Case(fmt, heads=(6, 2), head_dim=head_dim, lengths=(5, 50), dtype=torch.bfloat16)

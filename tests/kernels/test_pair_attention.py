@@ -78,6 +78,8 @@ def cosine(a, b):
         ("int8", {"block_size": 8, "head_dim": 128, "qk_norm": True}),
         ("int8", {"heads": (2, 2), "window": 40}),
         ("bf16", {"block_size": 64}),
+        ("fp8_e4m3", {"head_dim": 128}),
+        ("fp8_e5m2", {"head_dim": 256, "lengths": (5, 50)}),
     ],
 )
 def test_it_agrees_with_the_reference_that_rounds_at_the_same_places(fmt, options):
