@@ -78,7 +78,9 @@ def projection_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float)
     [N, columns], weights fp32."""
     rows, stride = qkv.shape
     q_width, k_width = len(q_weight), len(k_weight)
-    if not qkv.is_contiguous() or q_width + k_width > stride or q_weight.dtype != torch.float32:
+    weights = (q_weight, k_weight)
+    fits = qkv.is_contiguous() and q_width + k_width <= stride and qkv.dtype in _ACTIVATIONS
+    if not fits or any(w.dtype != torch.float32 or not w.is_contiguous() for w in weights):
         raise ValueError(f"qkv {qkv.dtype} {tuple(qkv.shape)} does not fit norms of {q_width} and {k_width}")
     if _is_odd(q_width) or _is_odd(k_width):
         q, k, _ = qkv.split([q_width, k_width, stride - q_width - k_width], dim=1)

@@ -71,7 +71,15 @@ def running_daemon(where: str) -> Iterator[Client]:
         yield client
 
 
-def random_prompt(tokens: int, number: int, vocab_size: int = 40_000) -> list[int]:
+PROMPT_VOCABULARY = 40_000
+
+
+def prompt_vocabulary(client: Client) -> int:
+    """Of how many ids random prompts are made: the same for every model that has so many."""
+    return min(PROMPT_VOCABULARY, int(client.connection.limits["vocab_size"]))
+
+
+def random_prompt(tokens: int, number: int, vocab_size: int) -> list[int]:
     """Random ids, the same in every run."""
     return np.random.default_rng(1000 + number).integers(100, vocab_size, tokens).tolist()
 

@@ -19,12 +19,12 @@ import psutil
 
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts, served_sha256
+from deepinfer.daemon.bench.goals import Goal
 from deepinfer.daemon.bench.in_process import InProcess
 from deepinfer.daemon.bench.load import Streams, random_prompt, settled_counters, started_daemon, step_together
 from deepinfer.daemon.bench.overhead_config import OverheadBench
 from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.bench.rounds import Spread, noise, print_noise, ratio_line, ratio_of, spread_of
-from deepinfer.daemon.bench.swap_report import Goal
 from deepinfer.daemon.engine import no_progress
 from deepinfer.daemon.engine_host import EngineHost
 
@@ -97,7 +97,7 @@ def _measure(bench: OverheadBench, client: Client, host: EngineHost) -> dict[str
         },
         "cpu_ms_per_step": {name: 1e3 * statistics.median(one[name] for one in cpu) for name in cpu[0]},
         "ratios": {name: ratio._asdict() for name, ratio in ratios.items()},
-        "goal": {**goal._asdict(), "met": goal.met},
+        "goal": goal.as_json(),
         "too_noisy": noise(ratios, bench.rounds),
     }
 

@@ -6,7 +6,6 @@ ratio is the median of the rounds' ratios: a slow minute of the machine then hit
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -20,11 +19,12 @@ import click
 
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts
-from deepinfer.daemon.bench.load import random_prompt, started_daemon
+from deepinfer.daemon.bench.load import prompt_vocabulary, random_prompt, started_daemon
 from deepinfer.daemon.bench.peers.config import Arm
 from deepinfer.daemon.bench.peers.measure import Ours, rate_of
 from deepinfer.daemon.bench.peers.process import PeerFailed, PeerProcess
 from deepinfer.daemon.bench.peers.roster import TRANSFORMERS_FP32, start_peer
+from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.bench.rounds import Spread, noise, print_noise, ratio_line, ratio_of
 from deepinfer.stages.model import resolve_model
 
@@ -44,10 +44,7 @@ def run_bench(model: str, threads: int, rounds: int, with_peer: bool, output: Pa
     with ExitStack() as stack:
         report = _measure(stack, model, threads, rounds, with_peer)
     _print(report)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")
-        click.echo(f"written to {output}")
+    write_json(report, output)
 
 
 def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer: bool) -> dict[str, Any]:
@@ -63,7 +60,8 @@ def _measure(stack: ExitStack, model: str, threads: int, rounds: int, with_peer:
         **{_format_arm(name): partial(_decode_rate, client, 1, LONG_CONTEXT) for name, client in formats.items()},
     }
     if with_peer:
-        arms[PEER] = partial(_peer_rate, stack.enter_context(_transformers(model, threads)))
+        prompt = random_prompt(PROMPT_TOKENS, 0, prompt_vocabulary(main))
+        arms[PEER] = partial(_peer_rate, stack.enter_context(_transformers(model, threads, prompt)), prompt)
     samples: Samples = {name: [] for name in arms}
     for number in range(rounds):
         click.echo(f"round {number + 1} of {rounds}", err=True)
@@ -107,28 +105,29 @@ def _ratios(samples: Samples) -> dict[str, Spread]:
 
 def _decode_rate(client: Client, concurrency: int, prompt_tokens: int) -> float:
     """Tokens per second over all streams while every one of them decodes."""
-    prompts = [random_prompt(prompt_tokens, number) for number in range(concurrency)]
+    vocab_size = prompt_vocabulary(client)
+    prompts = [random_prompt(prompt_tokens, number, vocab_size) for number in range(concurrency)]
     # The later a stream is admitted, the more tokens it needs to be still there when the others are measured.
     run = Ours(client).run(prompts, NEW_TOKENS + 2 * concurrency)
     return rate_of(Arm("decode", concurrency, prompt_tokens), run)
 
 
 def _prefill_rate(client: Client) -> float:
-    prompt = random_prompt(PREFILL_TOKENS, 7)
+    prompt = random_prompt(PREFILL_TOKENS, 7, prompt_vocabulary(client))
     began = time.perf_counter()
     client.complete(prompt, max_new_tokens=1)
     return PREFILL_TOKENS / (time.perf_counter() - began)
 
 
-def _peer_rate(peer: PeerProcess) -> float:
-    run = peer.run([random_prompt(PROMPT_TOKENS, 0)], NEW_TOKENS)
+def _peer_rate(peer: PeerProcess, prompt: list[int]) -> float:
+    run = peer.run([prompt], NEW_TOKENS)
     return rate_of(Arm("decode", 1, PROMPT_TOKENS), run)
 
 
 # --- who is measured ----------------------------------------------------------------------------------------------
 
 
-def _transformers(model: str, threads: int) -> PeerProcess:
+def _transformers(model: str, threads: int, prompt: list[int]) -> PeerProcess:
     options = {"model": str(resolve_model(model)), "threads": threads, "streams": 1, "tokens": LONG_CONTEXT}
     try:
         peer = start_peer(TRANSFORMERS_FP32, sys.executable, options, PEER_SECONDS)
@@ -136,7 +135,7 @@ def _transformers(model: str, threads: int) -> PeerProcess:
         raise click.ClickException(
             f"transformers cannot load this model: {error}; leave it out with --no-peer"
         ) from None
-    peer.run([random_prompt(PROMPT_TOKENS, 0)], 4)
+    peer.run([prompt], 4)
     return peer
 
 

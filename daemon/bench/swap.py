@@ -9,7 +9,6 @@ oversubscribed  eight requests over a pool for two, all at once; and the same ei
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import click
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts
 from deepinfer.daemon.bench.load import started_daemon
+from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.bench.swap_config import SwapBench
 from deepinfer.daemon.bench.swap_experiments import Beside, Forced, Oversubscribed
 from deepinfer.daemon.bench.swap_report import print_report
@@ -28,10 +28,7 @@ def run_swap_bench(bench: SwapBench, output: Path | None) -> None:
     with started_daemon(*bench.options()) as client:
         report = _measure(bench, client)
     print_report(report)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")
-        click.echo(f"written to {output}")
+    write_json(report, output)
 
 
 def _measure(bench: SwapBench, client: Client) -> dict[str, Any]:
@@ -45,5 +42,5 @@ def _measure(bench: SwapBench, client: Client) -> dict[str, Any]:
         **asdict(bench),
         "engine": engine_facts(client.status()),
         **{type(experiment).__name__.lower(): experiment.report() for experiment in experiments},
-        "goals": [{**goal._asdict(), "met": goal.met} for experiment in experiments for goal in experiment.goals()],
+        "goals": [goal.as_json() for experiment in experiments for goal in experiment.goals()],
     }

@@ -11,10 +11,10 @@ import click
 import torch
 
 from deepinfer.clients import Client
+from deepinfer.daemon.bench.goals import Goal
 from deepinfer.daemon.bench.load import Seen, Streams, random_prompt, settled_counters
 from deepinfer.daemon.bench.swap_config import BLOCK_SIZE, FITTING, OVERSUBSCRIBED, STAYING, SwapBench
 from deepinfer.daemon.bench.swap_counters import SWAP_COUNTERS, Way, seconds_of_a_move
-from deepinfer.daemon.bench.swap_report import Goal
 from deepinfer.daemon.stress.copies import PlainCopies
 
 TRIES = 5

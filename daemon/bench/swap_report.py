@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
-
-class Goal(NamedTuple):
-    name: str
-    value: float | None
-    """None: it could not be measured."""
-    limit: float
-    sense: str = "at most"
-    """Or `at least`."""
-
-    @property
-    def met(self) -> bool | None:
-        if self.value is None:
-            return None
-        return self.value <= self.limit if self.sense == "at most" else self.value >= self.limit
+from deepinfer.daemon.bench.goals import print_goals
 
 
 def print_report(report: Mapping[str, Any]) -> None:
@@ -31,11 +18,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     )
     for name, text in _lines(report):
         click.echo(f"  {name:52} {text}")
-    click.echo("goals")
-    for goal in report["goals"]:
-        value = "-" if goal["value"] is None else f"{goal['value']:.2f}"
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[goal["met"]]
-        click.echo(f"  {goal['name']:52} {value:>6}, {goal['sense']} {goal['limit']:.2f}: {verdict}")
+    print_goals(report["goals"])
 
 
 def _lines(report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import click
-
 from deepinfer.daemon.bench.conditions import conditions
+from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.quantize.awq import find_scalings
 from deepinfer.daemon.quantize.config import Quantize
 from deepinfer.daemon.quantize.divergence import check_memory, measure_divergence, take_threads, text_windows
@@ -61,8 +59,7 @@ def run_quantize(settings: Quantize, name: str, target: Path, output: Path | Non
         "divergence": {"skipped": skipped} if skipped else measure_divergence(settings, source, target, windows),
     }
     print_report(report, target)
-    if output is not None:
-        _write_json(report, output)
+    write_json(report, output)
     return 0
 
 
@@ -98,9 +95,3 @@ def _write(
 
 def _source(part: Any) -> str:
     return part.source if isinstance(part, Matrix) else part.name
-
-
-def _write_json(report: dict[str, Any], output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    click.echo(f"written to {output}")

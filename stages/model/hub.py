@@ -155,7 +155,9 @@ def _check(path: Path, stated: RepoSibling, hub: HubId, checking: Checking | Non
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
-    if wanted is None or (digest.hexdigest() == wanted and stated.size in (None, size)):
+    if wanted is None:
+        raise ModelNotFoundError(f"{hub}: the hub states no checksum of {stated.rfilename}, so it cannot be checked")
+    if digest.hexdigest() == wanted and stated.size in (None, size):
         return size
     path.resolve().unlink()
     path.unlink(missing_ok=True)

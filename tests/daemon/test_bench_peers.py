@@ -120,7 +120,7 @@ def test_whoever_dies_in_the_middle_is_named_with_the_place_and_the_others_go_on
 def test_decoding_counts_only_while_every_stream_decodes():
     arrivals = [[1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 6.0, 7.0]]
     assert rate_of(DECODE, Run(arrivals, [0, 0])) == pytest.approx(4 / 2)
-    with pytest.raises(ValueError, match="new_tokens is too small"):
+    with pytest.raises(PeerFailed, match="new_tokens is too small"):
         rate_of(DECODE, Run([[1.0, 2.0], [3.0, 4.0]], [0, 0]))
 
 

@@ -7,11 +7,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from deepinfer.daemon.bench.goals import Goal
 from deepinfer.daemon.bench.load import Seen
 from deepinfer.daemon.bench.swap_config import SwapBench
 from deepinfer.daemon.bench.swap_counters import SWAP_COUNTERS, Way, seconds_of_a_move
 from deepinfer.daemon.bench.swap_experiments import _gaps_during
-from deepinfer.daemon.bench.swap_report import Goal
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.setting import ConfigError
 

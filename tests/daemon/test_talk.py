@@ -73,7 +73,7 @@ def test_a_talk_survives_a_message_that_is_refused_and_forgets_on_request(daemon
             asked.append(client.chat(history, max_new_tokens=6, ignore_eos=True).text)
             history.append({"role": "assistant", "content": asked[-1]})
     assert told.stdout == "".join(f"{answer}\n" for answer in asked)
-    assert "error: too_large" in told.stderr or "error: context" in told.stderr
+    assert "error: context_exceeded" in told.stderr
     assert "there is no /what" in told.stderr
 
 

@@ -65,28 +65,31 @@ def measure(
     rates: dict[str, dict[str, list[float]]] = {arm.name: {name: [] for name in members} for arm in arms}
     first: dict[str, list[int]] = {}
 
-    def attempt(name: str, arm: Arm, new_tokens: int) -> Run | None:
+    def attempt(name: str, arm: Arm, new_tokens: int, use: Callable[[str, Arm, Run], None]) -> None:
         prompts = [random_prompt(arm.context, number, vocab_size) for number in range(arm.streams)]
         try:
-            return living[name].engine.run(prompts, new_tokens)
+            use(name, arm, living[name].engine.run(prompts, new_tokens))
         except PeerFailed as error:
             failed[name] = f"{arm.name}: {error}"
             say(f"{name} failed in {arm.name}: {error}")
             del living[name]
-            return None
+
+    def warmed(name: str, arm: Arm, run: Run) -> None:
+        pass
+
+    def measured(name: str, arm: Arm, run: Run) -> None:
+        rates[arm.name][name].append(rate_of(arm, run))
+        if len(run.first) > len(first.get(name, ())):
+            first[name] = list(run.first)
 
     for arm in _warm_arms(arms):
         for name in list(living):
-            attempt(name, arm, WARM_TOKENS)
+            attempt(name, arm, WARM_TOKENS, warmed)
     for number in range(bench.rounds):
         say(f"round {number + 1} of {bench.rounds}")
         for arm in arms:
             for name in list(living):
-                run = attempt(name, arm, bench.new_tokens_of(arm, living[name].starts_together))
-                if run is not None:
-                    rates[arm.name][name].append(rate_of(arm, run))
-                    if len(run.first) > len(first.get(name, ())):
-                        first[name] = list(run.first)
+                attempt(name, arm, bench.new_tokens_of(arm, living[name].starts_together), measured)
     return Measured(rates, first, failed)
 
 
@@ -98,10 +101,12 @@ def _warm_arms(arms: Sequence[Arm]) -> list[Arm]:
 
 def rate_of(arm: Arm, run: Run) -> float:
     """Prefill: prompt tokens over the time to the first token. Decode: tokens per second over all streams while every
-    one of them decodes, from the last first token to the first last one."""
+    one of them decodes, from the last first token to the first last one. Raises PeerFailed if it never was."""
+    if not all(run.arrivals):
+        raise PeerFailed(f"{arm.name}: a stream ended without a token")
     if arm.kind == "prefill":
         return arm.context / run.arrivals[0][0]
     begin, end = max(times[0] for times in run.arrivals), min(times[-1] for times in run.arrivals)
     if end <= begin:
-        raise ValueError(f"{arm.name}: one stream ended before the last one had begun; new_tokens is too small")
+        raise PeerFailed(f"{arm.name}: one stream ended before the last one had begun; new_tokens is too small")
     return sum(begin < moment <= end for times in run.arrivals for moment in times) / (end - begin)

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from deepinfer.daemon.bench.goals import Goal, print_goals
 from deepinfer.daemon.bench.peers.config import Arm
 from deepinfer.daemon.bench.peers.measure import OURS
 from deepinfer.daemon.bench.rounds import Samples, Spread, print_noise, spread_of
-from deepinfer.daemon.bench.swap_report import Goal
 
 AT_LEAST = 1.0
 AT_LEAST_SMALL = 1.2
@@ -85,11 +85,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     for name, facts in report["fairness"].items():
         parts = (f"{key} {facts[key]}" for key in ("weights", "activations", "kv_cache", "threads"))
         click.echo(f"  {name:18} {'; '.join(parts)}")
-    click.echo("goals")
-    for goal in report["goals"]:
-        value = "-" if goal["value"] is None else f"{goal['value']:.2f}"
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[goal["met"]]
-        click.echo(f"  {goal['name']:48} {value:>6}, {goal['sense']} {goal['limit']:.2f}: {verdict}")
+    print_goals(report["goals"])
     print_noise(report)
 
 

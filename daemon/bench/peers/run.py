@@ -18,7 +18,7 @@ import click
 
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts, model_sha256
-from deepinfer.daemon.bench.load import started_daemon
+from deepinfer.daemon.bench.load import prompt_vocabulary, started_daemon
 from deepinfer.daemon.bench.peers import report
 from deepinfer.daemon.bench.peers.config import PeersBench
 from deepinfer.daemon.bench.peers.measure import OURS, Measured, Member, Ours, measure
@@ -27,8 +27,6 @@ from deepinfer.daemon.bench.peers.roster import start_peer
 from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.bench.rounds import noise
 from deepinfer.stages.model import resolve_model
-
-PROMPT_VOCABULARY = 40_000
 
 
 def run_peers_bench(bench: PeersBench, pythons: Mapping[str, str], output: Path | None) -> None:
@@ -70,7 +68,7 @@ def _measure(stack: ExitStack, bench: PeersBench, pythons: Mapping[str, str]) ->
         members[peer.name] = Member(process, process.facts["starts_together"])
         fairness[peer.name] = process.facts
         _say(f"{peer.name} is ready")
-    vocab_size = min(PROMPT_VOCABULARY, int(client.connection.limits["vocab_size"]))
+    vocab_size = prompt_vocabulary(client)
     measured = measure(bench, members, vocab_size, _say)
     return {
         **conditions(),
@@ -97,7 +95,7 @@ def _figures(bench: PeersBench, measured: Measured, step_bytes: int) -> dict[str
         "weights_gb_per_s": read,
         "ratios": report.as_json(ratios, 3),
         "best_peer": of_best,
-        "goals": [{**goal._asdict(), "met": goal.met} for goal in report.goals(bench.arms(), of_best)],
+        "goals": [goal.as_json() for goal in report.goals(bench.arms(), of_best)],
         "too_noisy": noise(report.flat(ratios), bench.rounds),
         "first_tokens_as_ours": _agreement(measured.first),
         "samples_tokens_per_s": measured.rates,

@@ -48,10 +48,14 @@ class TimedSteps(StepPrograms):
             return super().run(token_ids, batch, compute)
         parts = self._timed.get(batch.num_rows)
         if parts is None:
-            parts = [TimedProgram(part) if isinstance(part, list) else part for part in step.recorder.steps]
+            parts = [
+                TimedProgram(part) if isinstance(part, list) else part
+                for part in [*step.recorder.steps, *step.recorder.last]
+            ]
             self._timed[batch.num_rows] = parts
         workers, calls = numba.get_num_threads(), {}
         begin = now()
+        self.check(batch)
         step.fill(token_ids, batch)
         for index, part in enumerate(parts):
             if isinstance(part, TimedProgram):
@@ -63,7 +67,7 @@ class TimedSteps(StepPrograms):
         batch.nonfinite_rows[:] = step.batch.nonfinite_rows
         end = now()
         items: list[Item] = []
-        for index, part in enumerate(parts):
+        for index, part in enumerate(parts[: len(step.recorder.steps)]):
             if isinstance(part, TimedProgram):
                 items += _items(part, index)
             else:

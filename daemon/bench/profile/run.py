@@ -17,7 +17,7 @@ import click
 
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts, model_sha256
-from deepinfer.daemon.bench.load import random_prompt, started_daemon
+from deepinfer.daemon.bench.load import prompt_vocabulary, random_prompt, started_daemon
 from deepinfer.daemon.bench.peers.config import Arm
 from deepinfer.daemon.bench.peers.measure import Ours, rate_of
 from deepinfer.daemon.bench.profile.account import Account
@@ -76,7 +76,7 @@ def _measure(bench: ProfileBench, host: EngineHost, client: Client | None) -> di
 
 def _served_step(client: Client, context: int, rows: int) -> float:
     """Nanoseconds of a decode step of a daemon, by the times at which its tokens arrive."""
-    vocab_size = min(40_000, int(client.connection.limits["vocab_size"]))
+    vocab_size = prompt_vocabulary(client)
     prompts = [random_prompt(context, number, vocab_size) for number in range(rows)]
     extra = rows * (2 + context // 256)
     run = Ours(client).run(prompts, DAEMON_TOKENS + extra)
