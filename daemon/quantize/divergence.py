@@ -73,9 +73,10 @@ def text_windows(settings: Quantize, source: Path) -> list[list[int]]:
     return cut_windows(ids, tokenizer.encode(""), settings.positions, settings.window, settings.skip)
 
 
-def measure_divergence(settings: Quantize, source: Path, result: Path, windows: list[list[int]]) -> dict[str, Any]:
+def measure_divergence(
+    settings: Quantize, ops: Ops, source: Path, result: Path, windows: list[list[int]]
+) -> dict[str, Any]:
     """One model after the other is in memory."""
-    ops = open_compute(settings)
     exact = list(_logits(_paged(source, ops, settings), windows, settings.skip))
     got = _logits(_paged(result, ops, settings), windows, settings.skip)
     return {

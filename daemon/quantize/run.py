@@ -11,7 +11,13 @@ from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.quantize.awq import find_scalings
 from deepinfer.daemon.quantize.config import Quantize
-from deepinfer.daemon.quantize.divergence import check_memory, measure_divergence, take_threads, text_windows
+from deepinfer.daemon.quantize.divergence import (
+    check_memory,
+    measure_divergence,
+    open_compute,
+    take_threads,
+    text_windows,
+)
 from deepinfer.daemon.quantize.files import write_files
 from deepinfer.daemon.quantize.folder import check_place, check_room, whole_folder
 from deepinfer.daemon.quantize.matrices import MatrixError, Scaling, write_matrix, write_plain
@@ -41,6 +47,7 @@ def run_quantize(settings: Quantize, name: str, target: Path, output: Path | Non
         raise ConfigError(f"SRC is {name!r}; no group divides the columns of any of its matrices: nothing to quantise")
     skipped = check_memory(settings, checkpoint)
     windows = [] if skipped else text_windows(settings, source)
+    ops = open_compute(settings)  # A device that is not there is refused before anything is written.
     started = time.monotonic()
     scalings = find_scalings(settings, checkpoint, plan) if settings.awq else {}
     errors, nbytes = _write(settings, checkpoint, plan, scalings, target)
@@ -56,7 +63,7 @@ def run_quantize(settings: Quantize, name: str, target: Path, output: Path | Non
         "left_in_16_bits": list(plan.left),
         "unties_head": plan.unties_head,
         "matrices": [error._asdict() for error in sorted(errors, key=lambda error: -error.relative_l2)],
-        "divergence": {"skipped": skipped} if skipped else measure_divergence(settings, source, target, windows),
+        "divergence": {"skipped": skipped} if skipped else measure_divergence(settings, ops, source, target, windows),
     }
     print_report(report, target)
     write_json(report, output)

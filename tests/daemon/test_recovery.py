@@ -85,7 +85,7 @@ def wait_for_phase(client: Client, phase: str) -> None:
 
 
 def test_streams_of_a_killed_engine_go_on_where_they_were_also_during_a_drain(tiny_path, folder, undisturbed):
-    options = [*ENGINE, "--drain-s", "300"]  # Another engine is started during the drain, however slow the machine is.
+    options = [*ENGINE, "--drain-s", "120"]  # Another engine is started during the drain, however slow the machine is.
     with running(tiny_path, folder, *options) as daemon, Client(folder / "daemon.json") as client:
         sockets = len(list(folder.iterdir()))
         listeners = [Listener(client, prompt, **fields) for prompt, fields in QUESTIONS]

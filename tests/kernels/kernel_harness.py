@@ -9,6 +9,16 @@ from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec, make_attention
 
 
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got, expected, dtype):
+    """Whether rows of numbers are right to the last bits of `dtype`."""
+    limit = 2e-6 if dtype == torch.float32 else 2.0**-8
+    return got.dtype == dtype and torch.allclose(got.float(), expected, atol=limit / 10, rtol=limit)
+
+
 def rope_tables(max_positions, head_dim, theta=10000.0):
     inverse = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)
     angles = torch.arange(max_positions).float()[:, None] * inverse

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_harness import close, random
 
 from deepinfer.kernels.elementwise import (
     add_rms_norm,
@@ -32,15 +33,6 @@ def test_argmax_gives_the_lowest_id_of_the_highest_and_minus_one_for_rows_that_a
 
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(got, expected, dtype):
-    limit = 2e-6 if dtype == torch.float32 else 2.0**-8
-    return got.dtype == dtype and torch.allclose(got.float(), expected, atol=limit / 10, rtol=limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_harness import Case, rope_tables
+from kernel_harness import Case, close, random, rope_tables
 
 from deepinfer.kernels import elementwise
 from deepinfer.kernels.attention import AttentionSpec
@@ -14,15 +14,6 @@ from deepinfer.kernels.elementwise import reference_rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(got, expected, dtype):
-    limit = 2e-6 if dtype == torch.float32 else 2.0**-8
-    return got.dtype == dtype and torch.allclose(got.float(), expected, atol=limit / 2, rtol=limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

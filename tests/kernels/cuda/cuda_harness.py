@@ -90,6 +90,15 @@ class Stored:
         return expected, got, *pools
 
 
+RELATIVE = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def close(got, expected):
+    """Whether rows of numbers are right to the last bits of their dtype."""
+    limit = RELATIVE[got.dtype] * expected.abs() + 2.0**-24
+    return bool(((got.float() - expected).abs() <= 1.01 * limit).all())
+
+
 def check_close(expected, got, limit=1e-3):
     """The limits of accuracy: cosine at least 0.99999, largest absolute error at most `limit`."""
     expected, got = expected.double(), got.double()

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from cuda_harness import close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_harness import random
 
 from deepinfer.kernels.cuda.elementwise import (
     MAX_NORM_WIDTH,
@@ -16,22 +18,12 @@ from deepinfer.kernels.cuda.nvrtc import compile_kernel
 from deepinfer.kernels.elementwise import reference_rms_norm, reference_silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-RELATIVE = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 EPS = 1e-5
 
 
 @pytest.fixture(scope="module")
 def rows_of(backend):
     return CudaElementwise(backend)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(got, expected):
-    limit = RELATIVE[got.dtype] * expected.abs() + 2.0**-24
-    return bool(((got.float() - expected).abs() <= 1.01 * limit).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

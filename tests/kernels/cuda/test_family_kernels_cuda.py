@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_harness import Stored, check_close
-from kernel_harness import rope_tables
+from cuda_harness import Stored, check_close, close
+from kernel_harness import random, rope_tables
 
 from deepinfer.kernels.cuda.decode_plan import DecodePlan
 from deepinfer.kernels.cuda.elementwise import (
@@ -28,15 +28,6 @@ GEMMA_SHAPES = ((256, 2), (256, 4), (128, 2))
 @pytest.fixture(scope="module")
 def rows_of(backend):
     return CudaElementwise(backend)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(got, expected):
-    limit = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-8}[got.dtype]
-    return torch.allclose(got.float(), expected, atol=limit / 2, rtol=limit)
 
 
 @pytest.mark.parametrize(("dtype", "normed"), [(torch.float32, False), (torch.bfloat16, True)])

@@ -333,10 +333,12 @@ def test_chunks_that_are_out_while_others_step_and_move_change_nothing_of_that(p
         run_seeded(policy, seed, slow_chunks=4)
 
 
-def run_seeded(policy: str, seed: int, slow_chunks: int = 0) -> Simulation:
+def run_seeded(
+    policy: str, seed: int, slow_chunks: int = 0, windows: tuple[int, ...] = (0,), forks: bool = False
+) -> Simulation:
     """To the end, where everyone must have what is theirs."""
     rng = random.Random(seed)
-    blocks = rng.randint(4, 12)
+    blocks = rng.randint(4, 12) if windows == (0,) else rng.randint(8, 20)
     longest = int(blocks * BLOCK / 1.2)
     config = ResidencyConfig(
         swap="recompute" not in policy,
@@ -344,15 +346,19 @@ def run_seeded(policy: str, seed: int, slow_chunks: int = 0) -> Simulation:
         prefill_chunk_tokens=rng.choice([3, 8, 64]),
         quantum=rng.choice([1, 4]),
         max_parks=rng.choice([1, 3]),
+        window=windows[seed % len(windows)],
     )
     simulation = Simulation(blocks, seed, config, slow_chunks=slow_chunks, sharing="sharing" in policy)
     if "small host" in policy:
         simulation.host_blocks = blocks // 2
     if "failing copies" in policy:
         simulation.copy_failures = 0.5
-    for rid in range(rng.randint(2, 6)):
-        prompt = rng.randint(1, longest - 2)
-        simulation.submit(rid, prompt, rng.randint(1, longest - prompt), rng.choice([0, 0, 1]), rid % 2)
+    for number in range(rng.randint(2, 6)):
+        prompt, rid = rng.randint(1, longest - 2), 2 * number
+        new, priority = rng.randint(1, longest - prompt), rng.choice([0, 0, 1])
+        simulation.submit(rid, prompt, new, priority, number % 2)
+        if forks:
+            simulation.submit(rid + 1, prompt, new, priority, number % 2, leader=rid)
         for _ in range(rng.randint(0, 4)):
             simulation.turn()
     simulation.run(3000)
@@ -392,38 +398,12 @@ def test_only_blocks_that_nobody_else_holds_count_as_what_a_request_could_give()
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_windowed_requests_hold_only_what_they_can_still_see_and_lose_none_of_it(policy):
-    """1,200 runs over all policies. Forks share their prompt and what is past of it."""
+    """1,200 runs over all policies, half of them with chunks that are out while others step and move. Forks share their
+    prompt and what is past of it."""
     let_go = in_part = swaps = found = 0
     for seed in range(120):
-        rng = random.Random(seed)
-        blocks = rng.randint(8, 20)
-        longest = int(blocks * BLOCK / 1.2)
-        config = ResidencyConfig(
-            swap="recompute" not in policy,
-            offload_unit="block" if "by block" in policy else "request",
-            prefill_chunk_tokens=rng.choice([3, 8, 64]),
-            quantum=rng.choice([1, 4]),
-            max_parks=rng.choice([1, 3]),
-            window=rng.choice([1, 5, 16, 17, 30]),
-        )
-        simulation = Simulation(blocks, seed, config, sharing="sharing" in policy)
-        if "small host" in policy:
-            simulation.host_blocks = blocks // 2
-        if "failing copies" in policy:
-            simulation.copy_failures = 0.5
-        forks = seed % 3 == 0
-        for rid in range(0, 2 * rng.randint(2, 6), 2):
-            prompt = rng.randint(1, longest - 2)
-            new, priority = rng.randint(1, longest - prompt), rng.choice([0, 0, 1])
-            simulation.submit(rid, prompt, new, priority, rid % 4)
-            if forks:
-                simulation.submit(rid + 1, prompt, new, priority, rid % 4, leader=rid)
-            for _ in range(rng.randint(0, 4)):
-                simulation.turn()
-        simulation.run(3000)
-        assert set(simulation.finished.values()) == {"length"}, f"seed {seed}"
-        assert simulation.produced == simulation.wanted
-        assert_all_returned(simulation)
+        windows = (1, 5, 16, 17, 30)
+        simulation = run_seeded(policy, seed, slow_chunks=4 * (seed % 2), windows=windows, forks=seed % 3 == 0)
         let_go += simulation.let_go
         in_part += simulation.in_part
         swaps += simulation.swaps
