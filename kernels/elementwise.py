@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu.gelu_and_caps import CAP_PIECE, gelu_mul_unit, soft_cap_unit
 from deepinfer.kernels.cpu.output_norms import output_norm_units
-from deepinfer.kernels.cpu.rows import argmax_unit, row_units
+from deepinfer.kernels.cpu.rows import argmax_unit, gated_unit, row_units
+from deepinfer.kernels.cpu.soft_cap import CAP_PIECE, soft_cap_unit
 from deepinfer.kernels.cpu.tasks import Task, bits, refuse_recording, run_tasks
 from deepinfer.kernels.cpu.vec16 import LANES
 
@@ -106,7 +106,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """out = silu(gate) * up. gate_up fp32 or bf16 [N, 2 * I], the gate first; out of the same dtype [N,
     I]."""
     if _check_gate(gate_up, out):
-        _run_gate(row_units(_ACTIVATIONS[out.dtype]).silu_mul, gate_up, out)
+        _run_gate(gated_unit(_ACTIVATIONS[out.dtype], False), gate_up, out)
     else:
         out.copy_(reference_silu_mul(gate_up))
 
@@ -114,7 +114,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 def gelu_mul(gate_up: Tensor, out: Tensor) -> None:
     """out = gelu(gate) * up with the tanh form of gelu; as `silu_mul`."""
     if _check_gate(gate_up, out):
-        _run_gate(gelu_mul_unit(_ACTIVATIONS[out.dtype]), gate_up, out)
+        _run_gate(gated_unit(_ACTIVATIONS[out.dtype], True), gate_up, out)
     else:
         out.copy_(reference_gelu_mul(gate_up))
 

@@ -78,13 +78,13 @@ def add_key_bias(codec, layer, head, first, count, head_dim, tile, tile_scales):
 
 
 @helper
-def prefetch_tile(codes, itemsize, layer, table, head, first, context, head_dim):  # type: ignore[no-untyped-def]
-    """Ask for the tile that starts at `first`, if the context reaches it: eight tokens lie side by side."""
+def prefetch_tokens(codes, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
+    """Ask for the codes of tokens first .. end of one KV head, if there are any: eight of them lie side by side."""
     shift = layer[plan.BLOCK_SHIFT]
-    for place in range(first, min(first + TILE, context), 8):
+    for place in range(first, end, 8):
         slot = (head << shift) + (place & ((1 << shift) - 1))
-        source = codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * head_dim * itemsize
-        for line in range(0, 8 * head_dim * itemsize, 64):
+        source = codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes
+        for line in range(0, 8 * row_bytes, 64):
             prefetch(source + line)
 
 
@@ -152,8 +152,9 @@ def attend_unit(  # type: ignore[no-untyped-def]
             layer, table, head, token, count, head_dim,
             scratch + 4 * TILE * head_dim, tile_scales + 4 * LANES,
         )  # fmt: skip
-        prefetch_tile(layer[plan.K_ADDRESS], k_bytes, layer, table, head, token + TILE, context, head_dim)
-        prefetch_tile(layer[plan.V_ADDRESS], v_bytes, layer, table, head, token + TILE, context, head_dim)
+        ahead, ahead_end = token + TILE, min(token + 2 * TILE, context)
+        prefetch_tokens(layer[plan.K_ADDRESS], head_dim * k_bytes, layer, table, head, ahead, ahead_end)
+        prefetch_tokens(layer[plan.V_ADDRESS], head_dim * v_bytes, layer, table, head, ahead, ahead_end)
         for row in range(first, end):
             high = np.int64(positions[row]) + 1 - token
             low = high - window if window > 0 else 0

@@ -14,6 +14,7 @@ from numba import literally
 
 from deepinfer.kernels.codecs import FP16, INT8
 from deepinfer.kernels.cpu import plan
+from deepinfer.kernels.cpu.attend import prefetch_tokens
 from deepinfer.kernels.cpu.bf16_tiles import (
     TILE,
     key_pairs,
@@ -25,7 +26,7 @@ from deepinfer.kernels.cpu.bf16_tiles import (
 )
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_half, prefetch, store_float, store_int
+from deepinfer.kernels.cpu.memory import load_half, store_float, store_int
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
@@ -119,25 +120,14 @@ def _load_scales(scales, layer, table, head, first, count, target):  # type: ign
 
 
 @helper
-def _prefetch_tile(codes, row_bytes, layer, table, head, first, context):  # type: ignore[no-untyped-def]
-    """Ask for the tile that starts at `first`, as far as the context reaches it: eight tokens lie side by side."""
-    shift = layer[plan.BLOCK_SHIFT]
-    for place in range(first, min(first + TILE, context), 8):
-        slot = (head << shift) + (place & ((1 << shift) - 1))
-        source = codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes
-        for line in range(0, 8 * row_bytes, 64):
-            prefetch(source + line)
-
-
-@helper
 def prefetch_first(k_bytes, v_bytes, head_dim, layer, table, head, position):  # type: ignore[no-untyped-def]
     """Ask for what `attend_pairs` reads before its own prefetching is ahead of it."""
     window = layer[plan.WINDOW]
     start = max(0, position - window + 1) if window > 0 else 0
     start -= start % TILE
-    for token in range(start, start + _AHEAD, TILE):
-        _prefetch_tile(layer[plan.K_ADDRESS], head_dim * k_bytes, layer, table, head, token, position)
-        _prefetch_tile(layer[plan.V_ADDRESS], head_dim * v_bytes, layer, table, head, token, position)
+    end = min(start + _AHEAD, position)
+    prefetch_tokens(layer[plan.K_ADDRESS], head_dim * k_bytes, layer, table, head, start, end)
+    prefetch_tokens(layer[plan.V_ADDRESS], head_dim * v_bytes, layer, table, head, start, end)
 
 
 @helper
@@ -192,7 +182,8 @@ def attend_pairs(  # type: ignore[no-untyped-def]
     context = np.int64(positions[end - 1]) + 1
     start = max(0, begin - window + 1) if window > 0 else 0
     for token in range(start - start % TILE, context, TILE):
-        _prefetch_tile(layer[plan.K_ADDRESS], k_row, layer, table, head, token + _AHEAD, context)
+        ahead, ahead_end = token + _AHEAD, min(token + _AHEAD + TILE, context)
+        prefetch_tokens(layer[plan.K_ADDRESS], k_row, layer, table, head, ahead, ahead_end)
         for half in range(2):
             at = token + half * LANES
             count = context - at
@@ -205,7 +196,7 @@ def attend_pairs(  # type: ignore[no-untyped-def]
             if v_codec == _INT8:
                 target = scales + 4 * TILE + half * _VECTOR
                 _load_scales(layer[plan.V_SCALES_ADDRESS], layer, table, head, at, count, target)
-        _prefetch_tile(layer[plan.V_ADDRESS], v_row, layer, table, head, token + _AHEAD, context)
+        prefetch_tokens(layer[plan.V_ADDRESS], v_row, layer, table, head, ahead, ahead_end)
         # Positions ascend by one, so the rows that see something of this tile lie side by side.
         seen_from = first + max(0, token - begin)
         seen_to = min(end, first + token + TILE - 1 + window - begin) if window > 0 else end

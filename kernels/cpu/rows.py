@@ -19,6 +19,7 @@ from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
     fma,
+    gelu_tanh,
     lane_max,
     lane_sum,
     larger,
@@ -37,8 +38,6 @@ class RowUnits(NamedTuple):
     """(x fp32, weight, out, eps, width)."""
     add_rms_norm: int
     """(residual fp32, delta, weight, out, eps, width)."""
-    silu_mul: int
-    """(gate and up, out, width)."""
 
 
 _PIECE = 256
@@ -77,11 +76,28 @@ def add_norm_row(act_codec, act_bytes, residual, delta, weight, eps, width, out)
 
 
 @helper
-def silu_row(act_codec, act_bytes, gate, up, width, out):  # type: ignore[no-untyped-def]
+def gated_row(act_codec, act_bytes, gelu, gate, up, width, out):  # type: ignore[no-untyped-def]
+    """out = act(gate) * up, act being silu or the tanh form of gelu."""
     literally(act_codec)
+    literally(gelu)
     for lane in range(0, width, LANES):
-        value = silu(load16(act_codec, gate + act_bytes * lane))
+        value = load16(act_codec, gate + act_bytes * lane)
+        value = gelu_tanh(value) if gelu else silu(value)
         store16(act_codec, out + act_bytes * lane, mul(value, load16(act_codec, up + act_bytes * lane)))
+
+
+@functools.cache
+def gated_unit(activations: Codec, gelu: bool) -> int:
+    """(gate and up, out, width): a row for each unit. The width is a multiple of 16."""
+    act_codec, act_bytes, is_gelu = activations.number, activations.itemsize, int(gelu)
+
+    @unit
+    def gated(arguments, row, worker):  # type: ignore[no-untyped-def]
+        gate_up, out, width = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
+        gate = gate_up + act_bytes * 2 * row * width
+        gated_row(act_codec, act_bytes, is_gelu, gate, gate + act_bytes * width, width, out + act_bytes * row * width)
+
+    return gated.address
 
 
 @functools.cache
@@ -105,13 +121,7 @@ def row_units(activations: Codec) -> RowUnits:
             act_codec, act_bytes, residual + 4 * at, delta + act_bytes * at, weight, eps, width, out + act_bytes * at
         )
 
-    @unit
-    def silu_mul(arguments, row, worker):  # type: ignore[no-untyped-def]
-        gate_up, out, width = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
-        gate = gate_up + act_bytes * 2 * row * width
-        silu_row(act_codec, act_bytes, gate, gate + act_bytes * width, width, out + act_bytes * row * width)
-
-    return RowUnits(rms_norm.address, add_rms_norm.address, silu_mul.address)
+    return RowUnits(rms_norm.address, add_rms_norm.address)
 
 
 @functools.cache
