@@ -104,3 +104,14 @@ class Case:
 
     def everything(self):
         return [(seq, 0, length) for seq, length in enumerate(self.lengths)]
+
+
+def assert_bit_equal_in_any_chunking(case):
+    """Rows of the compiled attention: all sequences together, and each alone in chunks of several sizes."""
+    together = case.forward(case.attention("numba", case.pool()), case.everything())
+    for seq, length in enumerate(case.lengths):
+        for chunk in (1, 5, 16, 17):
+            attention = case.attention("numba", case.pool(255))
+            pieces = [(seq, first, min(first + chunk, length)) for first in range(0, length, chunk)]
+            alone = torch.cat([case.forward(attention, [piece])[0] for piece in pieces])
+            assert torch.equal(alone, together[seq])

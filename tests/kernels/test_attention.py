@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_harness import Case, rope_tables
+from kernel_harness import Case, assert_bit_equal_in_any_chunking, rope_tables
 
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec, make_attention
@@ -90,13 +90,7 @@ def test_query_and_key_norms_agree_with_the_reference():
 @pytest.mark.parametrize("fmt", ["fp32", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_rows_are_bit_equal_alone_in_a_batch_and_in_any_chunking(fmt):
     case = Case(fmt, heads=(6, 2), lengths=(49, 33, 7, 64))
-    together = case.forward(case.attention("numba", case.pool()), case.everything())
-    for seq, length in enumerate(case.lengths):
-        for chunk in (1, 5, 16, 17):
-            attention = case.attention("numba", case.pool(255))
-            pieces = [(seq, first, min(first + chunk, length)) for first in range(0, length, chunk)]
-            alone = torch.cat([case.forward(attention, [piece])[0] for piece in pieces])
-            assert torch.equal(alone, together[seq])
+    assert_bit_equal_in_any_chunking(case)
 
 
 def test_rows_in_a_window_are_bit_equal_in_any_chunking():

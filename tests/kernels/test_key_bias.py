@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_harness import Case, rope_tables
+from kernel_harness import Case, assert_bit_equal_in_any_chunking, rope_tables
 
 from deepinfer.kernels.attention import AttentionSpec
 
@@ -80,13 +80,7 @@ def test_layers_without_a_split_bias_are_computed_as_ever():
 @pytest.mark.parametrize("fmt", ["fp32", "fp16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_rows_with_split_biases_are_bit_equal_alone_in_a_batch_and_in_any_chunking(fmt):
     _, case = arms(fmt, size=30.0, heads=(6, 2), lengths=(49, 33, 7, 64), window=41)
-    together = case.forward(case.attention("numba", case.pool()), case.everything())
-    for seq, length in enumerate(case.lengths):
-        for chunk in (1, 5, 16, 17):
-            attention = case.attention("numba", case.pool(255))
-            pieces = [(seq, first, min(first + chunk, length)) for first in range(0, length, chunk)]
-            alone = torch.cat([case.forward(attention, [piece])[0] for piece in pieces])
-            assert torch.equal(alone, together[seq])
+    assert_bit_equal_in_any_chunking(case)
 
 
 def relative_error(case, exact):

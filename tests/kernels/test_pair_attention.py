@@ -4,7 +4,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from kernel_harness import Case
+from kernel_harness import Case, assert_bit_equal_in_any_chunking
 
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.codecs import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8
@@ -99,13 +99,7 @@ def test_it_agrees_with_the_reference_that_rounds_at_the_same_places(fmt, option
 @pytest.mark.parametrize(("fmt", "window"), [("int8", 0), ("fp8_e4m3/fp8_e5m2", 37), ("bf16", 0)])
 def test_rows_are_bit_equal_alone_and_in_any_chunking(fmt, window):
     case = pair_case(fmt, lengths=(49, 33, 100), window=window)
-    together = case.forward(case.attention("numba", case.pool()), case.everything())
-    for seq, length in enumerate(case.lengths):
-        for chunk in (1, 5, 16, 17):
-            attention = case.attention("numba", case.pool(255))
-            pieces = [(seq, first, min(first + chunk, length)) for first in range(0, length, chunk)]
-            alone = torch.cat([case.forward(attention, [piece])[0] for piece in pieces])
-            assert torch.equal(alone, together[seq])
+    assert_bit_equal_in_any_chunking(case)
 
 
 @pytest.mark.parametrize(("fmt", "poison"), [("fp8_e4m3/fp8_e5m2", 0x7F), ("bf16", 0xFF), ("int8", 0x7E)])
