@@ -20,6 +20,7 @@ from deepinfer.daemon.quantize.plan import Matrix, Plan
 from deepinfer.daemon.quantize.report import bar
 from deepinfer.daemon.quantize.rounding import to_codes
 from deepinfer.daemon.quantize.shards import TORCH_DTYPES
+from deepinfer.daemon.quantize.workers import Workers
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.stages.model.checkpoint import Checkpoint
 
@@ -37,19 +38,25 @@ def find_scalings(settings: Quantize, checkpoint: Checkpoint, plan: Plan) -> dic
     found: dict[str, Scaling] = {}
     with torch.inference_mode():
         layers = activities(settings, checkpoint)
-        with bar("searching scales of layer", len(layers)) as advance:
+        with Workers() as workers, bar("searching scales of layer", len(layers)) as advance:
             for number, layer in enumerate(layers):
-                _Layer(f"model.layers.{number}", checkpoint, plan, layer, found).search()
+                _Layer(f"model.layers.{number}", checkpoint, plan, layer, found, workers).search()
                 advance(str(number), 1)
     return found
 
 
 class _Layer:
     def __init__(
-        self, prefix: str, checkpoint: Checkpoint, plan: Plan, layer: dict[str, Activity], found: dict[str, Scaling]
+        self,
+        prefix: str,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        layer: dict[str, Activity],
+        found: dict[str, Scaling],
+        workers: Workers,
     ):
         self._prefix, self._config, self._layer, self._found = prefix, checkpoint.config, layer, found
-        self._source = checkpoint.source
+        self._source, self._workers = checkpoint.source, workers
         self._matrices = {matrix.name: matrix for matrix in plan.matrices}
         self._dtype = TORCH_DTYPES[plan.dtype]
 
@@ -93,13 +100,14 @@ class _Layer:
         if not all(name in self._matrices for name in names):
             return torch.ones_like(mean)
         weights = [(self._matrices[name], self._source.read(name).float()) for name in names]
-        candidates = []
-        for power in POWERS:
+
+        def tried(power: float) -> tuple[float, float, Tensor]:
             scales = mean**power
             scales = scales / (scales.max() * scales.min()).sqrt()
             error = sum(_output_error(matrix, weight, scales, inputs) for matrix, weight in weights)
-            candidates.append((error, -power, scales))
-        return min(candidates, key=lambda candidate: candidate[:2])[2]
+            return error, -power, scales
+
+        return min(self._workers.map(tried, POWERS), key=lambda candidate: candidate[:2])[2]
 
     def _shared_by_heads(self, values: Tensor) -> Tensor:
         """[q_size], the mean over the heads of q that one head of k and v serves."""

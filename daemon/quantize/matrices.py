@@ -12,10 +12,11 @@ from deepinfer.daemon.quantize.plan import Matrix, Plain
 from deepinfer.daemon.quantize.rounding import SHRINKS, WHOLE, Codes, to_codes
 from deepinfer.daemon.quantize.shards import TORCH_DTYPES
 from deepinfer.daemon.quantize.words import words, zero_words
+from deepinfer.daemon.quantize.workers import Workers
 from deepinfer.stages.model.errors import CheckpointError
 
 _AT_ONCE = 1 << 17
-"""Weights that are worked on at a time: what is held beside source and result."""
+"""Weights that a thread works on at a time: what is held beside source and result."""
 
 Write = Callable[[str, Tensor], None]
 
@@ -55,14 +56,16 @@ def write_plain(plain: Plain, tensor: Tensor, scaling: Scaling, where: str, writ
     write(plain.name, stored)
 
 
-def write_matrix(matrix: Matrix, tensor: Tensor, scaling: Scaling, clip: bool, where: str, write: Write) -> MatrixError:
+def write_matrix(
+    matrix: Matrix, tensor: Tensor, scaling: Scaling, clip: bool, where: str, write: Write, workers: Workers
+) -> MatrixError:
     rows, columns = matrix.shape
     packed = torch.empty(rows, columns * matrix.bits // 32, dtype=torch.int32)
     scales = torch.empty(rows, columns // matrix.group, dtype=TORCH_DTYPES[matrix.scale_dtype])
     zeros = torch.empty(scales.shape, dtype=torch.uint8)
-    wrong = total = 0.0
-    step = max(1, _AT_ONCE // columns)
-    for first in range(0, rows, step):
+
+    def work(first: int) -> tuple[float, float]:
+        """Of some rows: the squares of what was lost, and of what was there."""
         part = slice(first, first + step)
         weight = tensor[part].float()
         _check_finite(weight, matrix.source, where)
@@ -75,8 +78,11 @@ def write_matrix(matrix: Matrix, tensor: Tensor, scaling: Scaling, clip: bool, w
             meant /= scaling.columns
         if scaling.rows is not None:
             meant /= scaling.rows[part].unsqueeze(1)
-        wrong += float((meant - weight).square_().sum(dtype=torch.float64))
-        total += float(weight.square().sum(dtype=torch.float64))
+        wrong = float((meant - weight).square_().sum(dtype=torch.float64))
+        return wrong, float(weight.square().sum(dtype=torch.float64))
+
+    step = max(1, _AT_ONCE // columns)
+    wrong, total = (sum(part) for part in zip(*workers.map(work, range(0, rows, step)), strict=True))
     write(f"{matrix.prefix}.weight_packed", packed)
     write(f"{matrix.prefix}.weight_scale", scales)
     write(f"{matrix.prefix}.weight_shape", torch.tensor(matrix.shape))

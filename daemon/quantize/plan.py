@@ -10,8 +10,7 @@ from typing import Any
 
 from deepinfer.daemon.quantize.config import GROUP_SIZES, Quantize
 from deepinfer.daemon.quantize.shards import TensorPlan, Tensors
-from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD
-from deepinfer.stages.model.source import TensorHeader
+from deepinfer.stages.model.source import EMBEDDING, HEAD, TensorHeader
 
 _LINEAR = re.compile(r"(.*layers\.\d+\.(.*_proj))\.weight")
 _HEAD_KIND = HEAD.removesuffix(".weight")

@@ -10,22 +10,25 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deepinfer.daemon.display import mib
 
 _SHOWN = 10
 _ROW = "{:48} {:>4} {:>6} {:>12}"
 
 
 @contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
-    """Gives `advance(name, bytes)`. Elsewhere than on a terminal nothing is shown."""
+def bar(what: str, total: int, of_bytes: bool = False) -> Iterator[Callable[[str, int], None]]:
+    """Gives `advance(name, how much)`. Elsewhere than on a terminal nothing is shown."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    done = DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
 
-        def advance(name: str, nbytes: int) -> None:
-            progress.update(task, advance=nbytes, description=f"{what} {name}")
+        def advance(name: str, count: int) -> None:
+            progress.update(task, advance=count, description=f"{what} {name}")
 
         yield advance
 
@@ -33,7 +36,7 @@ def bar(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
 def print_report(report: Mapping[str, Any], target: Path) -> None:
     matrices = report["matrices"]
     click.echo(
-        f"{report['model']} to {target}: {_mib(report['source_bytes'])} to {_mib(report['bytes'])}, "
+        f"{report['model']} to {target}: {mib(report['source_bytes'])} to {mib(report['bytes'])}, "
         f"{len(matrices)} matrices at {report['bits_per_coded_weight']:.2f} bits a weight, {report['seconds']} s"
     )
     for sentence in _remarks(report):
@@ -67,7 +70,3 @@ def _said(divergence: Mapping[str, Any]) -> str:
         f"{kld['p99']:.3g}, max {kld['max']:.3g}; top-1 {divergence['top1_percent']:.2f} %; perplexity "
         f"{divergence['source_perplexity']:.2f} to {divergence['perplexity']:.2f}"
     )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

@@ -25,6 +25,7 @@ from deepinfer.daemon.quantize.plan import Matrix, Plan, codes_per_weight, make_
 from deepinfer.daemon.quantize.report import bar, print_report
 from deepinfer.daemon.quantize.shards import ShardedWriter
 from deepinfer.daemon.quantize.source import open_source, quantised_types
+from deepinfer.daemon.quantize.workers import Workers
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.stages.model import resolve_model
 from deepinfer.stages.model.checkpoint import Checkpoint
@@ -82,13 +83,15 @@ def _write(
             check_room(target, writer.nbytes + _OTHER_FILES)
             write_files(scratch, checkpoint, plan)
             try:
-                with bar("quantising", sum(headers[_source(part)].nbytes for part in plan.parts)) as advance:
+                total = sum(headers[_source(part)].nbytes for part in plan.parts)
+                with Workers() as workers, bar("quantising", total, of_bytes=True) as advance:
                     for part in plan.parts:
                         scaling = scalings.get(part.name, Scaling())
                         tensor = checkpoint.source.read(_source(part))
                         if isinstance(part, Matrix):
-                            error = write_matrix(part, tensor, scaling, settings.clips, where, writer.write)
-                            errors.append(error)
+                            errors.append(
+                                write_matrix(part, tensor, scaling, settings.clips, where, writer.write, workers)
+                            )
                         else:
                             write_plain(part, tensor, scaling, where, writer.write)
                         advance(part.name, headers[_source(part)].nbytes)
