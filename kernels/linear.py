@@ -127,6 +127,7 @@ class W4A16Linear:
         group_size: 32, 64, 128 or 256.
         batch_invariant: the packed kernel for every row count; its rows are bit-equal.
         bf16_copy: keep a dequantised bf16 copy, which is faster above `PACKED_ROWS` rows.
+        out_dtype: dtype of y if it is not that of x; the kernel rounds to bf16 all the same.
     """
 
     def __init__(
@@ -138,13 +139,14 @@ class W4A16Linear:
         group_size: int,
         batch_invariant: bool,
         bf16_copy: bool,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         _check_w4(codes, scales, minima, group_size)
         zeros = minima + 8.0 * scales  # the packed kernel computes (code - 8) * scale + zero
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         pairs = torch.stack((scales, zeros), dim=-1).bfloat16()
         self._scales_zeros = pairs.transpose(0, 1).contiguous()
-        self._bias, self._group_size = bias, group_size
+        self._bias, self._group_size, self._out_dtype = bias, group_size, out_dtype
         self._dense: Tensor | None = None
         if bf16_copy and not batch_invariant:
             self._dense = dequantise(codes, scales, minima, group_size).bfloat16()
@@ -161,10 +163,11 @@ class W4A16Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         refuse_recording(f"the {self.kind} matmul")
+        out_dtype = self._out_dtype or x.dtype
         if self._dense is not None and len(x) > PACKED_ROWS:
-            return F.linear(x, self._dense, self._bias)
+            return F.linear(x, self._dense, self._bias).to(out_dtype)
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, self._group_size, self._scales_zeros)
-        return y if self._bias is None else y + self._bias
+        return (y if self._bias is None else y + self._bias).to(out_dtype)
 
 
 def _check_w4(codes: Tensor, scales: Tensor, minima: Tensor, group_size: int) -> None:

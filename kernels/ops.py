@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepinfer.kernels import elementwise, packed_linear
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
+from deepinfer.kernels.columns import ReorderedLinear, take_columns
 from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT8
 from deepinfer.kernels.cpu.paged_attention import NumbaAttention
 from deepinfer.kernels.cpu.step_programs import StepPrograms
@@ -91,7 +92,12 @@ class Ops(Protocol):
         group_size: int,
         batch_invariant: bool,
         bf16_copy: bool,
+        out_dtype: torch.dtype | None = None,
     ) -> Linear: ...
+
+    def reordered(self, linear: Linear, order: Tensor) -> Linear:
+        """A form whose input k is input order[k] of what it gets; order int32 [K]."""
+        ...
 
     def attention(
         self,
@@ -169,13 +175,18 @@ class CpuOps:
         group_size: int,
         batch_invariant: bool,
         bf16_copy: bool,
+        out_dtype: torch.dtype | None = None,
     ) -> Linear:
         if packed_linear.available():
             copy = None
             if bf16_copy and not batch_invariant:
                 copy = dequantise(codes, scales, minima, group_size).bfloat16()
-            return PackedLinear(P_INT4, codes, scales, minima, bias, group_size, copy=copy)
-        return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy)
+            out = out_dtype or torch.bfloat16
+            return PackedLinear(P_INT4, codes, scales, minima, bias, group_size, out, copy)
+        return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy, out_dtype)
+
+    def reordered(self, linear: Linear, order: Tensor) -> Linear:
+        return ReorderedLinear(linear, order, take_columns)
 
     def step_capture(self, attention: Any, max_rows: int, max_context: int) -> StepCapture | None:
         return None

@@ -123,6 +123,18 @@ def store_int32(_typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def store_int16(_typing: Any, address: Any, value: Any) -> Any:
+    """Write the lower quarter of an int64."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        low = builder.trunc(args[1], ir.IntType(16))
+        builder.store(low, builder.inttoptr(args[0], low.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64, nt.int64), emit
+
+
+@intrinsic
 def store_int(_typing: Any, address: Any, value: Any) -> Any:
     """Write one int64."""
 

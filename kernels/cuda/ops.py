@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionSpec
+from deepinfer.kernels.columns import ReorderedLinear
 from deepinfer.kernels.cuda.elementwise import CudaElementwise
 from deepinfer.kernels.cuda.launcher import Backend
 from deepinfer.kernels.cuda.linear import CudaTiledDenseLinear, CudaW4A16Linear, CudaW8A16Linear
@@ -85,9 +86,13 @@ class CudaOps(CudaElementwise):
         group_size: int,
         batch_invariant: bool,
         bf16_copy: bool,
+        out_dtype: torch.dtype | None = None,
     ) -> Linear:
         """`bf16_copy` is not needed here: many rows are dequantised into a workspace."""
-        return CudaW4A16Linear(self._backend, codes, scales, minima, bias, group_size, batch_invariant)
+        return CudaW4A16Linear(self._backend, codes, scales, minima, bias, group_size, batch_invariant, out_dtype)
+
+    def reordered(self, linear: Linear, order: Tensor) -> Linear:
+        return ReorderedLinear(linear, order.to(self.device), lambda x, order: x.index_select(1, order))
 
     def attention(
         self,

@@ -18,9 +18,7 @@ from deepinfer.stages.model.precision import choose_dtype, weight_bytes
 from deepinfer.stages.model.quantisation import scheme_of_folder
 from deepinfer.stages.model.quantised_source import QuantisedSource
 from deepinfer.stages.model.safetensors_source import SafetensorsSource
-from deepinfer.stages.model.source import WeightSource
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+from deepinfer.stages.model.source import HEAD, WeightSource
 
 
 @dataclass(frozen=True)

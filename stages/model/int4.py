@@ -18,29 +18,38 @@ class Int4Groups(NamedTuple):
     """float32 [rows, columns / group]."""
     minima: np.ndarray
     """float32 [rows, columns / group]."""
+    order: np.ndarray | None = None
+    """int32 [columns]: codes[:, k] are those of the model's column order[k]. None: both are the same."""
 
     @property
     def group(self) -> int:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def permuted(self, rows: np.ndarray) -> Int4Groups:
-        return Int4Groups(self.codes[rows], self.scales[rows], self.minima[rows])
+        return Int4Groups(self.codes[rows], self.scales[rows], self.minima[rows], self.order)
 
     def dense(self) -> np.ndarray:
-        """float32 [rows, columns]."""
+        """float32 [rows, columns], as the model has them."""
         grouped = self.codes.reshape(*self.scales.shape, self.group) * self.scales[..., None] + self.minima[..., None]
-        return grouped.reshape(self.codes.shape)
+        stored = grouped.reshape(self.codes.shape)
+        if self.order is None:
+            return stored
+        out = np.empty_like(stored)
+        out[:, self.order] = stored
+        return out
 
     def split(self, group: int) -> Int4Groups:
         """The same weights in groups of `group`, which divides the group they have: scales and minima repeated."""
         times = self.group // group
-        return Int4Groups(self.codes, self.scales.repeat(times, axis=1), self.minima.repeat(times, axis=1))
+        scales, minima = self.scales.repeat(times, axis=1), self.minima.repeat(times, axis=1)
+        return Int4Groups(self.codes, scales, minima, self.order)
 
 
 def joined(parts: Sequence[Int4Groups]) -> Int4Groups:
-    """The rows of `parts` below one another, in the smallest of their groups."""
+    """The rows of `parts`, whose columns are in one order, below one another, in the smallest of their groups."""
     group = min(part.group for part in parts)
-    return Int4Groups(*(np.concatenate(column) for column in zip(*(part.split(group) for part in parts), strict=True)))
+    split = [part.split(group)[:3] for part in parts]
+    return Int4Groups(*(np.concatenate(column) for column in zip(*split, strict=True)), parts[0].order)
 
 
 def kernel_group(group: int, columns: int) -> int:

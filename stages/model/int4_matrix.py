@@ -32,14 +32,19 @@ class Int4Matrix(NamedTuple):
         return out
 
     def groups(self, size: int) -> Int4Groups:
-        """As the kernels take it, in groups of `size` columns, each of which lies within one group of the file.
+        """As the kernels take it, in groups of `size` columns, each of which lies within one group of the file. The
+        columns of act-order files are sorted by group.
 
         The minimum is -scale * zero: with 16-bit scales it is exact, and so is scale * code + minimum. With float32
         scales either may be off in the last bit of float32.
         """
-        of = self.group_of[::size]
+        order = column_order(self.group_of)
+        codes, group_of = self.codes, self.group_of
+        if order is not None:
+            codes, group_of = np.ascontiguousarray(codes[:, order]), group_of[order]
+        of = group_of[::size]
         scales, zeros = self.scales[:, of], self.zeros[:, of]
-        return Int4Groups(self.codes, scales, -scales * zeros)
+        return Int4Groups(codes, scales, -scales * zeros, order)
 
 
 def int8_groups(matrix: Int4Matrix) -> Int8Groups:
@@ -67,8 +72,16 @@ def plain_groups(columns: int, group: int) -> np.ndarray:
     return np.arange(columns) // group
 
 
+def column_order(group_of: np.ndarray) -> np.ndarray | None:
+    """int32 [columns]: the columns sorted by group, each group's in the order that they had. None: they are sorted."""
+    if (np.diff(group_of) >= 0).all():
+        return None
+    return np.argsort(group_of, kind="stable").astype(np.int32)
+
+
 def usable_group(group: int, group_of: np.ndarray) -> int:
-    """The kernels' group for a matrix, 0 when they have none that fits or when its groups are no neighbours."""
-    if not np.array_equal(group_of, plain_groups(len(group_of), group)):
+    """The kernels' group for a matrix whose columns are sorted by group, 0 when they have none that fits or when its
+    groups are not of `group` columns each."""
+    if not np.array_equal(np.sort(group_of), plain_groups(len(group_of), group)):
         return 0
     return kernel_group(group, len(group_of))

@@ -9,7 +9,7 @@ import torch
 
 from deepinfer.kernels.linear import Linear, RowTable
 from deepinfer.kernels.ops import CpuOps, Ops
-from deepinfer.stages.model.checkpoint import EMBEDDING, HEAD, Checkpoint
+from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.embedding import DenseEmbedding, Embedding, HeadEmbedding, Int8Embedding, ScaledEmbedding
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -18,6 +18,7 @@ from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.key_bias import INLINE, KeyBias, KeyBiasRule, log_choices, sample_keys
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
 from deepinfer.stages.model.precision import choose_dtype, is_packed, keeps_bf16_copies
+from deepinfer.stages.model.source import EMBEDDING, HEAD
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
 
 
@@ -79,7 +80,7 @@ class _Builder:
             )
         if isinstance(table, torch.Tensor):
             table = table.to(self._ops.device)  # Once: a tied head that is dense shares it.
-        head = self._head(table if tied else self._table(HEAD))
+        head = self._head(table) if tied else self._own_head()
         embedding = HeadEmbedding(head) if tied and isinstance(head, RowTable) else self._embedding(table)
         if self._config.embedding_scale != 1:
             embedding = ScaledEmbedding(embedding, self._config.embedding_scale)
@@ -103,6 +104,13 @@ class _Builder:
         """Of embedding or head: 8-bit codes as they are in bf16 compute, else dense."""
         groups = self._reader.int8(name) if self._reader.dtype == torch.bfloat16 else None
         return self._reader.matrix([name]) if groups is None else groups
+
+    def _own_head(self) -> Linear:
+        """Of a model that does not tie it. 4-bit codes are multiplied as they are for any row count, without a
+        copy, so that logits are not rounded to bf16."""
+        if self._reader.dtype == torch.bfloat16 and is_packed(HEAD, self._headers):
+            return self._packed(self._reader.int4([HEAD]), None, True, torch.float32)
+        return self._head(self._table(HEAD))
 
     def _head(self, table: Int8Groups | torch.Tensor) -> Linear:
         """Gives float32: logits rounded to bf16 would cost as much as all other rounding together."""
@@ -175,12 +183,23 @@ class _Builder:
     def _form(self, weights: torch.Tensor | Int4Groups, bias: torch.Tensor | None) -> Linear:
         if isinstance(weights, torch.Tensor):
             return self._ops.dense(weights, bias, self._batch_invariant)
-        return self._ops.w4a16(
+        return self._packed(weights, bias, self._batch_invariant)
+
+    def _packed(
+        self,
+        weights: Int4Groups,
+        bias: torch.Tensor | None,
+        batch_invariant: bool,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        linear = self._ops.w4a16(
             torch.from_numpy(weights.codes),
             torch.from_numpy(weights.scales),
             torch.from_numpy(weights.minima),
             bias,
             weights.group,
-            self._batch_invariant,
+            batch_invariant,
             self._bf16_copy,
+            out_dtype,
         )
+        return linear if weights.order is None else self._ops.reordered(linear, torch.from_numpy(weights.order))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepinfer.kernels import packed_linear
 from deepinfer.stages.model.gguf_codes import GROUP
-from deepinfer.stages.model.source import TensorHeader
+from deepinfer.stages.model.source import HEAD, TensorHeader
 
 DTYPES = ("auto", "fp32", "bf16")
 W4_PREFILL = ("auto", "bf16-copy", "int4")
@@ -77,7 +77,7 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
         else:
             wide = packed_linear.available() and headers[name].wide
         scales_and_zeros = (8 if wide else 4) * (count // headers[name].group)
-        return count // 2 + scales_and_zeros + (2 * count if bf16_copies else 0)
+        return count // 2 + scales_and_zeros + (2 * count if bf16_copies and not is_table(name) else 0)
     return 2 * count
 
 
@@ -88,12 +88,14 @@ def is_table(name: str) -> bool:
 
 def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:
     """Whether a matrix keeps its 4-bit codes in bf16 compute: all that is fused with it must have codes as
-    well, and their rows fill the kernel's blocks. Embedding and head are never packed.
+    well, their columns in one order, and their rows fill the kernel's blocks. An embedding is never packed; a head is
+    if it is not tied to one.
     """
     match = _IN_LAYER.fullmatch(name)
     if match is None:
-        return False
+        return name == HEAD and headers[name].group > 0 and headers[name].shape[0] % _PACK_ROWS == 0
     prefix, part = match.groups()
     together = next((group for group in FUSED if part in group), (part,))
-    rows = sum(headers[prefix + member].shape[0] for member in together)
-    return rows % _PACK_ROWS == 0 and all(headers[prefix + member].group > 0 for member in together)
+    found = [headers[prefix + member] for member in together]
+    has_codes = all(header.group > 0 for header in found) and len({header.order for header in found}) == 1
+    return has_codes and sum(header.shape[0] for header in found) % _PACK_ROWS == 0

@@ -9,6 +9,8 @@ import torch
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
 
 class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
@@ -19,6 +21,8 @@ class TensorHeader(NamedTuple):
     """Columns that share a scale, where `read_int4` gives codes; 0 where it gives none."""
     wide: bool = False
     """Of codes: whether scales or minima need more than the bits of fp16."""
+    order: int = 0
+    """Of codes: 0 if their columns lie as the model has them, else a number that those in the same order share."""
     int8: bool = False
     """Whether `read_int8` gives codes."""
 

@@ -130,6 +130,7 @@ class QuantisedFolder:
         parts: Callable[[str, Quantised], Tensors],
         config: dict[str, Any],
         dense: Sequence[str] = (),
+        linears: Sequence[str] = LINEARS,
     ):
         self.folder = save(model, folder, torch.float16)
         self.config = config
@@ -137,7 +138,7 @@ class QuantisedFolder:
         self.weights: Tensors = {}
         for name in list(self.tensors):
             prefix = name.removesuffix(".weight")
-            if prefix.rsplit(".", 1)[-1] in LINEARS and not any(part in name for part in dense):
+            if prefix.rsplit(".", 1)[-1] in linears and not any(part in name for part in dense):
                 q = quantised(self.tensors.pop(name).float())
                 self.weights[name] = q.weight()
                 self.tensors |= parts(prefix, q)
@@ -147,3 +148,13 @@ class QuantisedFolder:
         path = self.folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": self.config}))
         return self.folder
+
+
+def shuffled(weight: torch.Tensor, seed: int = 1) -> Quantised:
+    """As act-order leaves them: the columns of a group lie anywhere."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+    return quantise(weight, 64, group_of=(torch.arange(weight.shape[1]) // 64)[order])
+
+
+def act_order(model: PreTrainedModel, folder: Path) -> QuantisedFolder:
+    return QuantisedFolder(model, folder, shuffled, gptq_parts, gptq_config(64, False, desc_act=True))

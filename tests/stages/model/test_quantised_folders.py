@@ -14,7 +14,9 @@ from compressed_tensors.compressors.pack_quantized import PackedQuantizationComp
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from executor_runner import Runner
 from quantised_folders import (
+    LINEARS,
     QuantisedFolder,
+    act_order,
     awq_config,
     awq_parts,
     compressed_config,
@@ -22,10 +24,12 @@ from quantised_folders import (
     gptq_parts,
     pack_quantized_parts,
     quantise,
+    shuffled,
 )
 from reference import teacher_forced_logits
 from tiny_checkpoints import random_ids, tiny_model
 
+from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import Checkpoint, UnsupportedModelError, load_model, open_checkpoint
 
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
@@ -33,9 +37,10 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 def _folder(path: Path, method: str, group: int = 128, symmetric: bool = False, **options: Any) -> QuantisedFolder:
-    """`options`: dtype of the scales, version of gptq, group_of, dense, family, and fields of the configuration."""
-    version, dense = options.pop("version", 1), options.pop("dense", ())
+    """`options`: dtype of the scales, version of gptq, group_of, dense, linears, family, fields of config.json."""
+    version = options.pop("version", 1)
     how = {key: options.pop(key) for key in ("dtype", "group_of") if key in options}
+    which = {key: options.pop(key) for key in ("dense", "linears") if key in options}
     model = tiny_model(options.pop("family", "llama"), **options.pop("sizes", WIDE))
     quantised = partial(quantise, group=group, symmetric=symmetric, **how)
     parts: dict[str, Callable] = {
@@ -48,7 +53,7 @@ def _folder(path: Path, method: str, group: int = 128, symmetric: bool = False, 
         "gptq": partial(gptq_config, group, symmetric),
         "compressed-tensors": partial(compressed_config, group, symmetric),
     }[method](**options)
-    return QuantisedFolder(model, path, quantised, parts[method], config, dense)
+    return QuantisedFolder(model, path, quantised, parts[method], config, **which)
 
 
 CASES = {
@@ -163,22 +168,55 @@ def test_zero_points_of_0_in_a_v1_file_borrow_and_are_found_again(tmp_path: Path
     _check_weights(open_checkpoint(folder.write()), folder)
 
 
-def test_act_order_columns_are_dequantised_with_the_groups_that_g_idx_names(
+def test_act_order_matrices_keep_their_codes_with_their_columns_sorted_by_group(tmp_path: Path) -> None:
+    folder = act_order(tiny_model("llama", **WIDE), tmp_path)
+    checkpoint = open_checkpoint(folder.write())
+    _check_weights(checkpoint, folder)
+    ids = random_ids(40)
+    expected = _reference_logits(folder, ids)
+    packed = load_model(checkpoint)
+    kinds = packed.describe()["linears"]
+    assert all(kind.startswith("w4a16") and kind.endswith("act-order") for kind in kinds), kinds
+    assert packed.describe()["checkpoint"]["quantisation"]["dequantised"] == 0
+    got = Runner(packed).feed({0: ids}, all_rows=True)
+    assert 0 < (got - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
+
+
+def test_matrices_that_are_multiplied_as_one_are_dequantised_if_their_orders_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama", **WIDE)
-
-    def shuffled(weight: torch.Tensor):
-        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
-        return quantise(weight, 128, group_of=(torch.arange(weight.shape[1]) // 128)[order])
-
-    folder = QuantisedFolder(model, tmp_path, shuffled, gptq_parts, gptq_config(128, False, desc_act=True))
+    folder = act_order(model, tmp_path)
+    dense = model.get_parameter(f"{UP}.weight").detach()
+    other = shuffled(dense.half().float(), seed=2)
+    folder.tensors |= gptq_parts(UP, other)
+    folder.weights[f"{UP}.weight"] = other.weight()
     checkpoint = open_checkpoint(folder.write())
-    _check_weights(checkpoint, folder, in_codes=False)
-    assert f"{UP}.weight has groups that the kernels do not have (its columns are in act-order)" in caplog.text
-    loaded = load_model(checkpoint, dtype="bf16")
-    assert {kind.split()[0] for kind in loaded.describe()["linears"]} == {"dense"}
-    assert loaded.describe()["checkpoint"]["quantisation"]["dequantised"] == 14
+    _check_weights(checkpoint, folder)
+    for part in ("gate", "up"):
+        assert f"layers.1.mlp.{part}_proj.weight is dequantised, to 16 bits a weight in bf16" in caplog.text
+    loaded = load_model(checkpoint, dtype="bf16").describe()
+    kinds = loaded["linears"]
+    assert isinstance(kinds, dict)
+    assert {kind.split()[0]: count for kind, count in kinds.items()} == {"w4a16": 7, "dense": 1}
+    assert loaded["checkpoint"]["quantisation"]["dequantised"] == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "host-emulation"])
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors"])
+def test_a_head_of_four_bits_keeps_its_codes_and_gives_fp32_logits(method: str, device: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, method, 64, linears=("lm_head", *LINEARS))
+    checkpoint = open_checkpoint(folder.write())
+    model = load_model(checkpoint, batch_invariant=True, ops=open_device(device))
+    assert model.head.kind.startswith("w4a16")
+    weight = folder.weights["lm_head.weight"]
+    hidden = torch.randn(70, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = model.head(hidden)
+    assert logits.dtype == torch.float32
+    assert (logits - hidden.float() @ weight.T).abs().max() < 1e-4
+    norms = sum(4 * header.shape[0] for header in checkpoint.source.headers.values() if len(header.shape) == 1)
+    estimate = checkpoint.estimate_weight_bytes("bf16", cuda_kernels=device != "cpu")
+    assert estimate == pytest.approx(model.weight_bytes + norms, rel=0.03)
 
 
 def test_act_order_with_neighbouring_groups_keeps_its_codes(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from quantised_folders import act_order
 from step_runs import MAX_CONTEXT, MAX_ROWS, NUM_BLOCKS, Sequences, Side, random_run
 from tiny import save_tiny_llama
+from tiny_checkpoints import tiny_model
 
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.cuda import step_capture
@@ -30,6 +32,15 @@ def test_replayed_steps_are_bit_equal_to_computed_ones_in_logits_and_in_the_pool
     assert rows >= {1, 2, 4}
     assert len(contexts) >= 3
     assert graphs.replays >= 10
+
+
+def test_columns_in_act_order_are_part_of_the_captured_step(tmp_path):
+    sizes = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_hidden_layers": 2}
+    checkpoint = open_checkpoint(act_order(tiny_model("llama", **sizes), tmp_path).write())
+    act_ordered = load_model(checkpoint, batch_invariant=True, ops=open_device("host-emulation"))
+    same, graphs = random_run(act_ordered, "int8", seed=3, steps=12)
+    assert same
+    assert graphs.replays >= 3
 
 
 def test_all_captured_steps_share_one_workspace_as_large_as_the_largest_needs(model):

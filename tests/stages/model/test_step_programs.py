@@ -5,8 +5,10 @@ from __future__ import annotations
 import numba
 import pytest
 import torch
+from quantised_folders import act_order
 from step_runs import MAX_ROWS, Sequences, Side, random_run
 from tiny import save_tiny_family, save_tiny_llama
+from tiny_checkpoints import tiny_model
 
 from deepinfer.kernels import packed_linear
 from deepinfer.kernels.attention import AttentionBatch
@@ -54,6 +56,15 @@ def test_replayed_steps_are_bit_equal_to_computed_ones_in_logits_and_in_the_pool
 def test_what_a_family_has_beside_llama_is_part_of_the_recorded_step(tmp_path, family, fields):
     path = save_tiny_family(tmp_path, family, **fields)
     same, programs = random_run(load_model(open_checkpoint(path), "bf16"), "int8", seed=3, steps=12)
+    assert same
+    assert programs.in_use
+    assert programs.replays >= 5
+
+
+def test_columns_in_act_order_are_part_of_the_recorded_step(tmp_path):
+    sizes = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    checkpoint = open_checkpoint(act_order(tiny_model("llama", **sizes), tmp_path).write())
+    same, programs = random_run(load_model(checkpoint), "int8", seed=3, steps=12)
     assert same
     assert programs.in_use
     assert programs.replays >= 5
