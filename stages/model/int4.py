@@ -48,8 +48,9 @@ class Int4Groups(NamedTuple):
 def joined(parts: Sequence[Int4Groups]) -> Int4Groups:
     """The rows of `parts`, whose columns are in one order, below one another, in the smallest of their groups."""
     group = min(part.group for part in parts)
-    split = [part.split(group)[:3] for part in parts]
-    return Int4Groups(*(np.concatenate(column) for column in zip(*split, strict=True)), parts[0].order)
+    split = [part.split(group) for part in parts]
+    codes, scales, minima = (np.concatenate([part[field] for part in split]) for field in range(3))
+    return Int4Groups(codes, scales, minima, parts[0].order)
 
 
 def kernel_group(group: int, columns: int) -> int:
