@@ -17,6 +17,8 @@ from deepinfer.daemon.stress.kill_config import KillConfig
 from deepinfer.daemon.stress.streams_config import StreamsConfig
 from deepinfer.daemon.stress.swap_config import StressConfig, engine_settings
 
+append_option = click.option("--append", is_flag=True, help="Add this run to those that --output holds.")
+
 
 @click.group()
 def stress() -> None:
@@ -44,13 +46,14 @@ def swap(formats: tuple[str, ...], settings: tuple[str, ...], output: Path | Non
 @stress.command()
 @options_of(KillConfig)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def kill(output: Path | None, **options: Any) -> None:
+@append_option
+def kill(output: Path | None, append: bool, **options: Any) -> None:
     """A real daemon whose engine is killed under load, again and again: everyone must answer as if nothing had been."""
     from deepinfer.daemon.stress.daemon import DaemonFailed
     from deepinfer.daemon.stress.kill import run_kill
 
     try:
-        sys.exit(run_kill(KillConfig(**given(options)), output))
+        sys.exit(run_kill(KillConfig(**given(options)), output, append))
     except ConfigError as error:
         fail(str(error), EXIT_CONFIG)
     except DaemonFailed as error:
@@ -60,13 +63,14 @@ def kill(output: Path | None, **options: Any) -> None:
 @stress.command()
 @options_of(CyclesConfig)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
-def cycles(output: Path | None, **options: Any) -> None:
+@append_option
+def cycles(output: Path | None, append: bool, **options: Any) -> None:
     """Start a real daemon and hit its front or its engine, at every moment, again and again: it ends in time, nothing
     of it is left, and the next start works."""
     from deepinfer.daemon.stress.cycles import run_cycles
 
     try:
-        sys.exit(run_cycles(CyclesConfig(**given(options)), output))
+        sys.exit(run_cycles(CyclesConfig(**given(options)), output, append))
     except ConfigError as error:
         fail(str(error), EXIT_CONFIG)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,11 @@ FRONT_BLOWS = (*ENGINE_BLOWS, "freeze")
 """twice: SIGTERM, and again after a while. stop: SIGSTOP, and SIGKILL after a while. freeze: SIGSTOP of the engine, and
 SIGKILL of the front after a while."""
 AIMS = (*(("front", blow) for blow in FRONT_BLOWS), *(("engine", blow) for blow in ENGINE_BLOWS))
-KINDS = tuple(itertools.product(MOMENTS, AIMS, (False, True)))
+VICTIMS = ("front", "engine")
+STARTS = ("foreground", "detached")
+Kind = tuple[str, tuple[str, str], bool]
+"""A moment, an aim, and whether the start is detached."""
+KINDS: tuple[Kind, ...] = tuple(itertools.product(MOMENTS, AIMS, (False, True)))
 INTERRUPTED = (1, 130, -signal.SIGINT)
 """Exit codes of a Python program that is interrupted before it has its own handler."""
 
@@ -66,10 +71,10 @@ class Plan(NamedTuple):
         return {"length", "shutting_down"} if cut else {"length"}
 
 
-def plan(seed: int, number: int) -> Plan:
-    """The same for the same numbers. Every kind comes once before any comes again."""
-    turn, place = divmod(number, len(KINDS))
-    kind = KINDS[np.random.default_rng([seed, 0, turn]).permutation(len(KINDS))[place]]
+def plan(seed: int, number: int, kinds: Sequence[Kind] = KINDS) -> Plan:
+    """The same for the same numbers and kinds. Every kind comes once before any comes again."""
+    turn, place = divmod(number, len(kinds))
+    kind = kinds[np.random.default_rng([seed, 0, turn]).permutation(len(kinds))[place]]
     moment, (victim, blow), detach = kind
     delay, pause = np.random.default_rng([seed, 1, number]).random(2)
     return Plan(number, moment, victim, blow, detach, float(delay), float(pause))

@@ -20,7 +20,7 @@ from deepinfer.daemon.stress.cycle_plan import Plan, plan
 from deepinfer.daemon.stress.cycles_config import TINY, CyclesConfig
 from deepinfer.daemon.stress.site import Site
 from deepinfer.daemon.stress.tiny_model import save_tiny_llama
-from deepinfer.daemon.stress.verdict import conclude, judged
+from deepinfer.daemon.stress.verdict import conclude, earlier_runs, judged
 
 CHECKS = (
     "every start works",
@@ -44,6 +44,7 @@ class CyclesRun:
 
     def __init__(self, config: CyclesConfig, site: Site) -> None:
         self._config, self._site = config, site
+        self._kinds = config.kinds()
         self._seen: list[Seen] = []
         self._failures: dict[str, list[str]] = {name: [] for name in CHECKS}
         self._descriptors: list[int] = []
@@ -52,7 +53,7 @@ class CyclesRun:
     def run(self) -> dict[str, Any]:
         began = time.monotonic()
         for number in range(self._config.first, self._config.first + self._config.cycles):
-            self._cycle(plan(self._config.seed, number))
+            self._cycle(plan(self._config.seed, number, self._kinds))
             if len(self._seen) % 10 == 0:
                 failed = sum(map(len, self._failures.values()))
                 click.echo(f"{len(self._seen)} cycles, {failed} failures", err=True)
@@ -107,9 +108,11 @@ def stress_cycles(config: CyclesConfig) -> dict[str, Any]:
             return CyclesRun(config, site).run()
 
 
-def run_cycles(config: CyclesConfig, output: Path | None) -> int:
-    """Prints the report; returns the exit code: 1 when a check failed."""
+def run_cycles(config: CyclesConfig, output: Path | None, append: bool) -> int:
+    """Prints the report; returns the exit code: 1 when a check failed. Raises ConfigError."""
+    if append:
+        earlier_runs(output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the daemon is ended, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)  # In the background it is ignored, by children too.
     click.echo(f"seed {config.seed}; one cycle again: --seed {config.seed} --first NUMBER --cycles 1", err=True)
-    return conclude(stress_cycles(config), config, output)
+    return conclude(stress_cycles(config), config, output, append)

@@ -13,6 +13,7 @@ from types import TracebackType
 
 import psutil
 
+from deepinfer.daemon.log import for_people
 from deepinfer.daemon.runtime_folder import CONNECTION_FILE, LOG_FILE
 
 START_SECONDS = 300.0
@@ -77,6 +78,10 @@ class RealDaemon:
 
     def last_words(self) -> str:
         return " / ".join(self._log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+
+    def log_lines(self, words: str) -> list[str]:
+        """Those with these words in them."""
+        return [for_people(line) for line in self._log.read_text(errors="replace").splitlines() if words in line]
 
     def __enter__(self) -> RealDaemon:
         return self

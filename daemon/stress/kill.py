@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,11 +22,13 @@ import zmq
 from deepinfer.clients import Client, Completion
 from deepinfer.daemon.stress.checks import Check, judge, outcome_checks
 from deepinfer.daemon.stress.client import Drive, Outcome
+from deepinfer.daemon.stress.cycles_config import TINY
 from deepinfer.daemon.stress.daemon import RealDaemon
 from deepinfer.daemon.stress.jobs import Job, catalogue, jobs
 from deepinfer.daemon.stress.kill_config import SIGNALS, KillConfig
 from deepinfer.daemon.stress.swap_config import StressConfig
-from deepinfer.daemon.stress.verdict import conclude, judged
+from deepinfer.daemon.stress.tiny_model import save_tiny_llama
+from deepinfer.daemon.stress.verdict import conclude, earlier_runs, judged
 
 MOMENTS = ("accepted", "token", "preempted", "idle")
 MAX_PARKS = 8
@@ -134,10 +138,10 @@ class KillRun:
         self.outcomes += drive.outcomes
         self.strays += drive.strays
         self.hung += [f"{drive.hung}; {self._situation()}"] if drive.hung else []
-        self.struck |= killer.struck
         self.moments[f"{killer.how} at {killer.moment}"] += 1
         if killer.moment != "idle" or last:
             self._settle(killer)
+        self.struck |= killer.struck  # Some only now: the second death may come after the last stream.
 
     def _situation(self) -> str:
         """For whoever must find out why it hangs."""
@@ -168,7 +172,9 @@ class KillRun:
             *outcome_checks(self.outcomes, MAX_PARKS + 2, False),
             Check(
                 "every death was noticed",
-                [] if died == len(self.struck) else [f"{died} noticed, {len(self.struck)} caused"],
+                []
+                if died == len(self.struck)
+                else [f"{died} noticed, {len(self.struck)} caused", *self.daemon.log_lines("a new one is started")],
             ),
             Check("no descriptor and no file is left over", self._growth()),
         ]
@@ -184,6 +190,12 @@ class KillRun:
 def stress_kill(config: KillConfig) -> dict[str, Any]:
     """A report with `passed` and `checks`. Raises ConfigError; DaemonFailed when the daemon does not start or end."""
     config.load()
+    with tempfile.TemporaryDirectory(prefix="tiny-") as folder:
+        model = str(save_tiny_llama(Path(folder))) if config.model == TINY else config.model
+        return _kill_engines_of(dataclasses.replace(config, model=model))
+
+
+def _kill_engines_of(config: KillConfig) -> dict[str, Any]:
     began = time.monotonic()
     with RealDaemon(config.options()) as daemon:
         daemon.wait_ready()
@@ -210,7 +222,9 @@ def stress_kill(config: KillConfig) -> dict[str, Any]:
     }
 
 
-def run_kill(config: KillConfig, output: Path | None) -> int:
-    """Prints the report; returns the exit code: 1 when a check failed."""
+def run_kill(config: KillConfig, output: Path | None, append: bool) -> int:
+    """Prints the report; returns the exit code: 1 when a check failed. Raises ConfigError."""
+    if append:
+        earlier_runs(output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the daemon is ended, too.
-    return conclude(stress_kill(config), config, output)
+    return conclude(stress_kill(config), config, output, append)

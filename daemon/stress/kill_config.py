@@ -15,7 +15,7 @@ SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTO
 class KillConfig:
     """A round: all streams at once, and one death of the engine, at a random moment of them or after them."""
 
-    model: str = setting("smollm2-135m", "A folder, a GGUF file, an alias, or a hub id.")
+    model: str = setting("smollm2-135m", "As `start` has it; or tiny, a random model made for the run.")
     rounds: int = setting(20, "Engines to kill.", low=1)
     streams: int = setting(16, "Streams at the same time.", low=1)
     seed: int = setting(0, "Seed of prompts and moments.", low=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import click
 
 from deepinfer.daemon.bench.conditions import conditions
 from deepinfer.daemon.bench.results import write_json
+from deepinfer.daemon.setting import ConfigError
 from deepinfer.daemon.stress.checks import Check
 
 SHOWN_FAILURES = 10
@@ -23,8 +25,8 @@ def judged(checks: Sequence[Check]) -> dict[str, Any]:
     }
 
 
-def conclude(report: dict[str, Any], config: Any, output: Path | None) -> int:
-    """Returns the exit code: 1 when a check failed."""
+def conclude(report: dict[str, Any], config: Any, output: Path | None, append: bool = False) -> int:
+    """Returns the exit code: 1 when a check failed. `append`: the file has `runs`, and this one is added to them."""
     for name, value in report.items():
         if name not in ("passed", "checks"):
             click.echo(f"{name}: {value}")
@@ -32,5 +34,17 @@ def conclude(report: dict[str, Any], config: Any, output: Path | None) -> int:
         click.echo(f"{'ok' if check['passed'] else 'FAILED'}: {check['name']}")
         for line in check["failures"][:SHOWN_FAILURES]:
             click.echo(f"    {line}")
-    write_json({**conditions(), "config": vars(config), **report}, output)
+    written = {**conditions(), "config": vars(config), **report}
+    write_json({"runs": [*earlier_runs(output), written]} if append else written, output)
     return 0 if report["passed"] else 1
+
+
+def earlier_runs(output: Path | None) -> list[Any]:
+    """Those that the file holds already. Raises ConfigError for one that is not of runs."""
+    if output is None or not output.exists():
+        return []
+    try:
+        runs = json.loads(output.read_text())["runs"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"output is {output}; with --append it must be a file that --append has written") from None
+    return list(runs)

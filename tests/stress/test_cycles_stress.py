@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from deepinfer.daemon.cli import main
+from deepinfer.daemon.setting import ConfigError
 from deepinfer.daemon.stress.cycle_plan import KINDS, Plan, plan
 from deepinfer.daemon.stress.cycles import stress_cycles
 from deepinfer.daemon.stress.cycles_config import CyclesConfig
 from deepinfer.daemon.stress.site import MARK, Site
+from deepinfer.daemon.stress.verdict import conclude, earlier_runs
 
 
 def hit(moment: str, victim: str, blow: str, detach: bool = False) -> Plan:
@@ -36,6 +39,28 @@ def test_every_kind_of_blow_comes_once_before_any_comes_again_and_is_the_same_fo
     assert plans == [plan(3, number) for number in range(2 * len(KINDS))]
     assert [each.kind for each in plans] != [plan(4, number).kind for number in range(2 * len(KINDS))]
     assert all(0 <= share < 1 for each in plans for share in (each.delay, each.pause))
+
+
+def test_only_what_was_asked_for_is_done():
+    config = CyclesConfig(victims="front", blows="term,twice", moments="load", starts="foreground")
+    config.check()
+    plans = [plan(0, number, config.kinds()) for number in range(20)]
+    assert {(each.moment, each.victim, each.detach) for each in plans} == {("load", "front", False)}
+    assert [sorted(each.blow for each in plans[place : place + 2]) for place in range(0, 20, 2)] == [
+        ["term", "twice"]
+    ] * 10
+    assert CyclesConfig().kinds() == KINDS
+
+
+def test_a_run_is_added_to_those_that_its_file_holds_and_to_no_other_file(tmp_path):
+    output = tmp_path / "runs.json"
+    for number in range(2):
+        assert conclude({"passed": True, "checks": [], "number": number}, CyclesConfig(), output, append=True) == 0
+    assert [run["number"] for run in json.loads(output.read_text())["runs"]] == [0, 1]
+    for text in ('{"passed": true}', "", "[]"):
+        output.write_text(text)
+        with pytest.raises(ConfigError, match="--append"):
+            earlier_runs(output)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +100,13 @@ def test_a_site_finds_what_was_started_for_it_wherever_it_hangs_in_the_tree():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--cycles", "0"], "cycles"), (["--new-tokens", "1"], "new_tokens"), (["--end-s", "0"], "end_s")],
+    [
+        (["--cycles", "0"], "cycles"),
+        (["--new-tokens", "1"], "new_tokens"),
+        (["--end-s", "0"], "end_s"),
+        (["--moments", "load,later"], "loading, ready, load, swap, stopping"),
+        (["--victims", "engine", "--blows", "freeze"], "none of them is for victims 'engine'"),
+    ],
 )
 def test_wrong_options_are_named_before_anything_is_started(options, words):
     ended = CliRunner().invoke(main, ["stress", "cycles", *options])
