@@ -20,6 +20,7 @@ from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.control import ControlRequest, ControlStage
 from deepinfer.daemon.display import StartDisplay
 from deepinfer.daemon.gate import Gate, key_store
+from deepinfer.daemon.heap import Heap, resident_bytes
 from deepinfer.daemon.notify import ServiceManager
 from deepinfer.daemon.observation import Observation
 from deepinfer.daemon.reload import Reloader
@@ -79,6 +80,8 @@ class Front:
         self._errands: SimpleQueue[Message] = SimpleQueue()
         """From other threads to admission; the main thread's socket is its own."""
         self._announced: dict[str, Any] | None = None
+        self._heap: Heap | None = None
+        """From when it is ready on: what it has then is what it needs."""
 
     def _lock_endpoint(self) -> FileLock | None:
         """An ipc endpoint outside the runtime folder has a lock of its own: a second bind would steal its clients."""
@@ -181,6 +184,7 @@ class Front:
         """The connection file says what counts now. The service manager hears that we live, unless something hangs."""
         if self._announced is None:
             self.board.info["ready_seconds"] = round(time.monotonic() - began, 2)
+            self._heap = Heap(resident_bytes(), time.monotonic())
         connection = self._connection()
         if connection != self._announced:
             where = self.folder.publish(connection)
@@ -188,6 +192,8 @@ class Front:
                 self.display.ready(self.board.status(), where)
                 self.manager.ready(f"serving {self.config.model} at {connection['endpoint']}")
             self._announced = connection
+        if self._heap is not None:
+            self._heap.look(time.monotonic())
         if not self.board.hung:
             self.manager.alive()
 

@@ -20,7 +20,7 @@ from deepinfer.daemon.runtime_folder import CONNECTION_FILE, LOG_FILE, is_locked
 
 MARK = "STRESS_CYCLES_RUN"
 """An environment variable that every process of a run inherits."""
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.03
 LAST_LINES = 12
 SHARED_MEMORY = Path("/dev/shm")
 SYSTEM_V = Path("/proc/sysvipc/shm")
