@@ -18,8 +18,8 @@ class Heap:
     """Of this process, looked at by one thread. A message of very many frames takes hundreds of MiB in as many pieces;
     glibc gives pieces between others that are still in use back only when it is told to.
 
-    `resident` is what the process has when nothing is wrong. While it has more, it is trimmed; each time in vain the next
-    one comes after twice as long, because what is in use may be in use for long.
+    `resident` is what the process has when nothing is wrong. While it has more, it is trimmed; after one in vain the
+    next one comes after twice as long, because what is in use may be in use for long.
     """
 
     def __init__(self, resident: int, now: float) -> None:

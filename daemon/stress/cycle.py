@@ -21,8 +21,6 @@ MOMENT_SECONDS = 60.0
 ORPHAN_SECONDS = 5.0
 """After which no engine may outlive its front."""
 READY_DELAY, STOP_DELAY, BLOW_PAUSE = 0.3, 1.0, 1.0
-FIRST_LOAD_SECONDS = 5.0
-"""What loading is thought to take until it has been seen."""
 
 
 class Seen(NamedTuple):
@@ -78,11 +76,11 @@ class Load:
 
 
 class Cycle:
-    """Used once. `load_seconds`: how long a start takes, as far as that is known."""
+    """Used once. `load_seconds`: how long a start takes."""
 
-    def __init__(self, site: Site, config: CyclesConfig, plan: Plan, load_seconds: float | None) -> None:
+    def __init__(self, site: Site, config: CyclesConfig, plan: Plan, load_seconds: float) -> None:
         self._site, self._config, self._plan = site, config, plan
-        self._load_seconds = load_seconds or FIRST_LOAD_SECONDS
+        self._load_seconds = load_seconds
         self._faults: list[tuple[str, str]] = []
         self._client: Client | None = None
         self._load: Load | None = None

@@ -106,6 +106,28 @@ def test_bytes_that_are_not_zmtp_are_dropped(daemon, bystander, raw):
         time.sleep(0.2)
 
 
+MANY = 1_000_000
+
+
+@pytest.mark.slow
+def test_a_message_of_a_million_frames_is_refused_and_its_memory_goes_back_to_the_system(daemon, dealer, bystander):
+    """In pieces of a hundred bytes, which the C library would keep even after the client has gone."""
+    front = psutil.Process(daemon.process.pid)
+    before = front.memory_info().rss
+    dealer.set_hwm(0)
+    dealer.send_multipart([b"x" * 100] * MANY)
+    peak = before
+    give_up = time.monotonic() + 60
+    while not dealer.poll(20):
+        peak = max(peak, front.memory_info().rss)
+        assert time.monotonic() < give_up, "no answer"
+    assert answer(dealer)["code"] == "malformed"
+    assert peak - before > 100 << 20
+    while front.memory_info().rss - before > 16 << 20:
+        assert time.monotonic() < give_up, f"{front.memory_info().rss - before} bytes are kept"
+        time.sleep(0.1)
+
+
 MUTATED = [
     {**GENERATE, "stop": ["a", "b"], "logit_bias": {5: 1.5}, "temperature": 0.5},
     {"v": 1, "op": "generate", "id": 1, "messages": [{"role": "user", "content": "x"}], "n": 2, "deadline_ms": 9},
