@@ -72,9 +72,16 @@ def run_cli(*arguments: str, runtime_dir: Path, seconds: float = 60.0) -> subpro
 @contextmanager
 def running(model: Path, folder: Path, *options: str) -> Iterator[Daemon]:
     """A ready daemon; killed at the end if the test has not ended it, and nothing of it may be left then."""
+    with started(model, folder, *options) as daemon:
+        daemon.wait_ready()
+        yield daemon
+
+
+@contextmanager
+def started(model: Path, folder: Path, *options: str) -> Iterator[Daemon]:
+    """The same without the wait: one that has only just begun to load, or is about to refuse its settings."""
     daemon = Daemon(model, folder, *options)
     try:
-        daemon.wait_ready()
         yield daemon
     finally:
         children = daemon.children() if daemon.process.poll() is None else []

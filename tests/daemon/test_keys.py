@@ -10,7 +10,7 @@ import stat
 import pytest
 import zmq
 from click.testing import CliRunner
-from daemon_process import Daemon, nothing_left, run_cli, running
+from daemon_process import nothing_left, run_cli, running, started
 
 from deepinfer.clients import AccessDeniedError, AsyncClient, Client, InvalidRequestError
 from deepinfer.clients.discovery import locate
@@ -200,15 +200,15 @@ def folder(tmp_path_factory):
 def test_an_open_address_without_keys_or_clients_is_refused_in_one_line(tiny_path, folder, store, option):
     arguments = [option, "tcp://0.0.0.0:*", "--keys-dir", str(store.folder)]
     for words in ("deepinfer-daemon keys new", "no client is allowed"):
-        daemon = Daemon(tiny_path, folder, *arguments)
-        assert daemon.wait_end(60) == 78
-        log = daemon.log.read_text().strip()
-        assert "\n" not in log
-        assert "0.0.0.0:* is not a loopback address" in log
-        assert words in log
-        nothing_left(folder)
-        if store.server() is None:
-            store.new_server()
+        with started(tiny_path, folder, *arguments) as daemon:
+            assert daemon.wait_end(60) == 78
+            log = daemon.log.read_text().strip()
+            assert "\n" not in log
+            assert "0.0.0.0:* is not a loopback address" in log
+            assert words in log
+            nothing_left(folder)
+            if store.server() is None:
+                store.new_server()
 
 
 def test_an_open_daemon_serves_clients_that_are_allowed_and_no_others(tiny_path, folder, store, tmp_path):

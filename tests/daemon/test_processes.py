@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from daemon_process import Daemon, endings_of, nothing_left, run_cli, running
+from daemon_process import endings_of, nothing_left, run_cli, running, started
 
 from deepinfer.clients import Client, DeepInferError, Preempted
 
@@ -119,21 +119,20 @@ def test_a_killed_front_takes_the_engine_with_it_and_the_next_start_cleans_up(ti
 
 
 def test_a_second_daemon_in_the_same_folder_is_refused_and_the_first_goes_on(tiny_path, folder):
-    with running(tiny_path, folder, "--num-blocks", "64") as daemon:
-        second = Daemon(tiny_path, folder)
+    with running(tiny_path, folder, "--num-blocks", "64") as daemon, started(tiny_path, folder) as second:
         assert second.wait_end() == 1
         assert "already running" in second.log.read_text()
         assert daemon.cli("generate", PROMPT, "--max-new-tokens", "2").returncode == 0
 
 
 def test_stopping_while_the_model_loads_works(tiny_path, folder):
-    daemon = Daemon(tiny_path, folder)
-    give_up = time.monotonic() + 30
-    while not (folder / "control.sock").exists() and time.monotonic() < give_up:
-        time.sleep(0.01)
-    daemon.signal(signal.SIGINT)
-    assert daemon.wait_end() == 0
-    nothing_left(folder)
+    with started(tiny_path, folder) as daemon:
+        give_up = time.monotonic() + 30
+        while not (folder / "control.sock").exists() and time.monotonic() < give_up:
+            time.sleep(0.01)
+        daemon.signal(signal.SIGINT)
+        assert daemon.wait_end() == 0
+        nothing_left(folder)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +154,12 @@ def test_stopping_while_the_model_loads_works(tiny_path, folder):
     ],
 )
 def test_settings_that_cannot_work_end_the_start_with_a_sentence_and_code_78(tiny_path, folder, options, words):
-    daemon = Daemon(tiny_path, folder, *options)
-    assert daemon.wait_end(60) == 78
-    log = daemon.log.read_text()
-    assert words in log.replace("\n", " ")
-    assert "Traceback" not in log
-    nothing_left(folder)
+    with started(tiny_path, folder, *options) as daemon:
+        assert daemon.wait_end(60) == 78
+        log = daemon.log.read_text()
+        assert words in log.replace("\n", " ")
+        assert "Traceback" not in log
+        nothing_left(folder)
 
 
 def test_a_port_in_use_is_named(tiny_path, folder):
@@ -168,30 +167,30 @@ def test_a_port_in_use_is_named(tiny_path, folder):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        daemon = Daemon(tiny_path, folder, "--endpoint", f"tcp://127.0.0.1:{port}")
-        assert daemon.wait_end(60) == 78
-        log = daemon.log.read_text()
-        assert str(port) in log
-        assert "Traceback" not in log
+        with started(tiny_path, folder, "--endpoint", f"tcp://127.0.0.1:{port}") as daemon:
+            assert daemon.wait_end(60) == 78
+            log = daemon.log.read_text()
+            assert str(port) in log
+            assert "Traceback" not in log
 
 
 def test_a_runtime_folder_whose_socket_paths_are_too_long_is_refused(tiny_path, tmp_path):
     deep = tmp_path / ("x" * 60) / ("y" * 60)
     deep.mkdir(parents=True)
     deep.chmod(0o700)
-    daemon = Daemon(tiny_path, deep)
-    assert daemon.wait_end() == 78
-    assert "107" in daemon.log.read_text()
-    nothing_left(deep)
+    with started(tiny_path, deep) as daemon:
+        assert daemon.wait_end() == 78
+        assert "107" in daemon.log.read_text()
+        nothing_left(deep)
 
 
 def test_a_folder_that_others_can_enter_is_refused(tiny_path, tmp_path):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o755)
-    daemon = Daemon(tiny_path, folder)
-    assert daemon.wait_end() == 78
-    assert "0700" in daemon.log.read_text()
+    with started(tiny_path, folder) as daemon:
+        assert daemon.wait_end() == 78
+        assert "0700" in daemon.log.read_text()
 
 
 def test_detach_returns_when_the_daemon_is_ready_or_with_its_last_words(tiny_path, folder):
@@ -273,14 +272,14 @@ def test_a_runtime_folder_that_cannot_be_made_is_named(tiny_path, path):
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 1.6])
 def test_sigterm_at_any_moment_of_the_start_leaves_nothing_behind(tiny_path, folder, seconds):
-    daemon = Daemon(tiny_path, folder)
-    time.sleep(seconds)
-    children = daemon.children()
-    daemon.signal(signal.SIGTERM)
-    assert daemon.wait_end() in (0, -signal.SIGTERM)
-    wait_gone([child.pid for child in children], 6)
-    if daemon.process.returncode == 0:
-        nothing_left(folder)
+    with started(tiny_path, folder) as daemon:
+        time.sleep(seconds)
+        children = daemon.children()
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait_end() in (0, -signal.SIGTERM)
+        wait_gone([child.pid for child in children], 6)
+        if daemon.process.returncode == 0:
+            nothing_left(folder)
 
 
 def test_an_engine_that_hangs_is_reported_and_cutting_it_still_ends_every_stream(tiny_path, folder):
@@ -316,6 +315,6 @@ def test_two_daemons_cannot_share_an_ipc_endpoint(tiny_path, folder, tmp_path):
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/shared.sock"
     with running(tiny_path, folder, "--endpoint", endpoint):
-        second = Daemon(tiny_path, folder.parent / "two", "--endpoint", endpoint)
-        assert second.wait_end() == 1
-        assert "already listening" in second.log.read_text()
+        with started(tiny_path, folder.parent / "two", "--endpoint", endpoint) as second:
+            assert second.wait_end() == 1
+            assert "already listening" in second.log.read_text()

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from daemon_process import Daemon, nothing_left, running
+from daemon_process import Daemon, nothing_left, running, started
 
 from deepinfer.clients import Client, DeepInferError, Preempted, Resumed, Token
 from deepinfer.daemon.commands import EXIT_HUNG, EXIT_READY, show_status
@@ -220,16 +220,16 @@ def test_an_engine_that_is_started_later_has_the_log_level_of_the_last_reload(mo
 
 
 def test_an_engine_that_is_stopped_before_it_could_do_anything_ends_with_its_front(tiny_path, folder):
-    daemon = Daemon(tiny_path, folder)
-    wait_for(daemon.children, "the engine")
-    engine = engine_of(daemon)
-    engine.suspend()
-    daemon.process.kill()
-    daemon.process.wait()
-    _, alive = psutil.wait_procs([engine], timeout=5)
-    for process in alive:
-        process.kill()
-    assert not alive
+    with started(tiny_path, folder) as daemon:
+        wait_for(daemon.children, "the engine")
+        engine = engine_of(daemon)
+        engine.suspend()
+        daemon.process.kill()
+        daemon.process.wait()
+        _, alive = psutil.wait_procs([engine], timeout=5)
+        for process in alive:
+            process.kill()
+        assert not alive
 
 
 def test_a_row_of_restarts_ends_with_a_token_or_after_a_long_life():
