@@ -92,7 +92,7 @@ class CyclesRun:
         return new
 
     def _calm_start(self, which: str) -> float:
-        """It must start and stop, whatever the last cycle left. Returns the seconds of the start: so long loading goes on."""
+        """It must start and stop, whatever the last cycle left. Returns its seconds, which are of loading."""
         seen = Cycle(self._site, self._config, Plan(-1, "ready", "front", "term", False, 0.0, 0.0), 0.0).run()
         for check, how in seen.faults:
             self._failures[check].append(f"{which}: {how}")

@@ -314,7 +314,9 @@ def test_streams_that_finish_while_admission_is_busy_keep_their_ends(tiny_path, 
 def test_two_daemons_cannot_share_an_ipc_endpoint(tiny_path, folder, tmp_path):
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path}/shared.sock"
-    with running(tiny_path, folder, "--endpoint", endpoint):
-        with started(tiny_path, folder.parent / "two", "--endpoint", endpoint) as second:
-            assert second.wait_end() == 1
-            assert "already listening" in second.log.read_text()
+    with (
+        running(tiny_path, folder, "--endpoint", endpoint),
+        started(tiny_path, folder.parent / "two", "--endpoint", endpoint) as second,
+    ):
+        assert second.wait_end() == 1
+        assert "already listening" in second.log.read_text()
