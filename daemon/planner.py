@@ -10,7 +10,7 @@ from deepinfer.daemon.target import Target
 from deepinfer.kernels import BlockLayout, KVFormat, packed_linear, resolve_kv_format
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model.checkpoint import Checkpoint
-from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.config import EMBEDDING, ModelConfig
 from deepinfer.stages.model.precision import choose_dtype, keeps_bf16_copies
 from deepinfer.stages.model.scratch import (
     Passes,
@@ -104,7 +104,7 @@ def _keeps_table_twice(checkpoint: Checkpoint, config: EngineConfig, target: Tar
 
 
 def _dense_table(checkpoint: Checkpoint) -> bool:
-    return checkpoint.source.headers["model.embed_tokens.weight"].dtype != "Q8_0"
+    return checkpoint.source.headers[EMBEDDING].dtype != "Q8_0"
 
 
 def format_of(name: str, dtype: str) -> KVFormat:

@@ -22,6 +22,7 @@ from deepinfer.daemon.quantize.rounding import to_codes
 from deepinfer.daemon.quantize.shards import TORCH_DTYPES
 from deepinfer.daemon.quantize.workers import Workers
 from deepinfer.daemon.setting import ConfigError
+from deepinfer.kernels.ops import Ops
 from deepinfer.stages.model.checkpoint import Checkpoint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -30,14 +31,14 @@ POWERS = tuple(step / 10 for step in range(11))
 _LEAST = 1e-4
 
 
-def find_scalings(settings: Quantize, checkpoint: Checkpoint, plan: Plan) -> dict[str, Scaling]:
+def find_scalings(settings: Quantize, ops: Ops, checkpoint: Checkpoint, plan: Plan) -> dict[str, Scaling]:
     """By name of the result. Raises ConfigError for another family."""
     config = checkpoint.config
     if config.family not in FAMILIES:
         raise ConfigError(f"awq is on; it knows {', '.join(FAMILIES)}, and this is a {config.family}", "awq")
     found: dict[str, Scaling] = {}
     with torch.inference_mode():
-        layers = activities(settings, checkpoint)
+        layers = activities(settings, ops, checkpoint)
         with Workers() as workers, bar("searching scales of layer", len(layers)) as advance:
             for number, layer in enumerate(layers):
                 _Layer(f"model.layers.{number}", checkpoint, plan, layer, found, workers).search()

@@ -6,17 +6,19 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
+from deepinfer.daemon.display import mib
 from deepinfer.daemon.quality.paged import PagedModel
 from deepinfer.daemon.quality.text import read_text
 from deepinfer.daemon.quantize.config import CALIBRATION, Quantize
-from deepinfer.daemon.quantize.divergence import open_compute
+from deepinfer.daemon.quantize.divergence import ROOM
 from deepinfer.daemon.setting import ConfigError
+from deepinfer.daemon.target import target_of
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.linear import Linear
+from deepinfer.kernels.ops import Ops
 from deepinfer.stages.model import Model, load_model, load_tokenizer, open_checkpoint
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.precision import choose_dtype
@@ -36,14 +38,14 @@ class Activity(NamedTuple):
     """bf16 [at most 256, columns]: some of the inputs."""
 
 
-def activities(settings: Quantize, checkpoint: Checkpoint) -> list[dict[str, Activity]]:
+def activities(settings: Quantize, ops: Ops, checkpoint: Checkpoint) -> list[dict[str, Activity]]:
     """For each layer, by form. Loads the whole source. Raises ConfigError where memory has no room for it."""
-    path = checkpoint.path
-    ops = open_compute(settings)
+    path, target = checkpoint.path, target_of(ops)
     dtype = choose_dtype("auto", checkpoint.source.headers, ops.fast_bf16)
-    need, free = checkpoint.estimate_weight_bytes(dtype), psutil.virtual_memory().available
-    if need > 0.9 * free:
-        raise ConfigError(f"awq is on; the source in {dtype} needs {need:,} bytes, {free:,} are free", "awq")
+    need = checkpoint.estimate_weight_bytes(dtype, cuda_kernels=target.cuda_kernels)
+    if need > ROOM * target.free:
+        words = f"the source in {dtype} needs {mib(need)}, {mib(target.free)} are free on {target.name}"
+        raise ConfigError(f"awq is on; {words}", "awq")
     windows = _windows(settings, path, checkpoint.config.max_context)
     every = max(1, sum(len(window) for window in windows) // _ROWS)
     model = load_model(open_checkpoint(path), dtype, ops=ops)

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from deepinfer.daemon.display import mib
 from deepinfer.daemon.quality.measure import compare, perplexity_of
 from deepinfer.daemon.quality.paged import PagedModel
 from deepinfer.daemon.quality.text import cut_windows, name_of, read_text
 from deepinfer.daemon.quantize.config import Quantize
 from deepinfer.daemon.setting import ConfigError
+from deepinfer.daemon.target import target_of
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.cpu_runtime import configure_threads
 from deepinfer.kernels.devices import DeviceError, open_device
@@ -24,6 +25,8 @@ from deepinfer.stages.model.checkpoint import Checkpoint
 
 _DTYPE = "fp32"
 _CHUNK = 256
+ROOM = 0.9
+"""Of the memory that is free, how much a model may take here."""
 
 
 def take_threads(settings: Quantize) -> None:
@@ -42,7 +45,7 @@ def open_compute(settings: Quantize) -> Ops:
         raise ConfigError(str(error), "device") from error
 
 
-def check_memory(settings: Quantize, checkpoint: Checkpoint) -> str:
+def check_memory(settings: Quantize, ops: Ops, checkpoint: Checkpoint) -> str:
     """Why nothing is to be compared; empty if it is. Raises ConfigError before any work for what cannot be compared."""
     if settings.kld == "off":
         return "--kld is off"
@@ -51,13 +54,18 @@ def check_memory(settings: Quantize, checkpoint: Checkpoint) -> str:
     if settings.window > config.max_context:
         words = f"window is {settings.window}; the longest context of this model is {config.max_context}"
         return _unless_asked(settings, words, "window")
-    need = checkpoint.estimate_weight_bytes(_DTYPE) + 4 * settings.positions * config.vocab_size
-    free = psutil.virtual_memory().available
-    if need < 0.9 * free:
-        return ""
-    return _unless_asked(
-        settings, f"kld: the source in {_DTYPE} and its logits need {need:,} bytes, {free:,} are free", "kld"
-    )
+    target = target_of(ops)
+    weights, logits = checkpoint.estimate_weight_bytes(_DTYPE), 4 * settings.positions * config.vocab_size
+    wants = [
+        (f"the source in {_DTYPE}", weights, target.free, target.name),
+        ("its logits", logits, target.host_free, "the host"),
+    ]
+    if not target.gpu:
+        wants = [(f"the source in {_DTYPE} and its logits", weights + logits, target.free, target.name)]
+    for what, need, free, where in wants:
+        if need > ROOM * free:
+            return _unless_asked(settings, f"kld: {what} need {mib(need)}, {mib(free)} are free on {where}", "kld")
+    return ""
 
 
 def _unless_asked(settings: Quantize, words: str, name: str) -> str:

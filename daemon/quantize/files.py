@@ -13,13 +13,14 @@ from deepinfer.daemon.quantize.plan import Plan
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import ModelConfig, RopeConfig
 from deepinfer.stages.model.errors import UnsupportedModelError
+from deepinfer.stages.model.folder_names import AWQ_CONFIG, CONFIG, GPTQ_CONFIG, INDEX
 from deepinfer.stages.model.json_fields import read_json
 from deepinfer.stages.model.rope import inverse_frequencies
 from deepinfer.stages.model.rope_json import yarn_mscale
 from deepinfer.stages.model.tokenizer import load_tokenizer
 
 _COPIED = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "NOTICE*")
-_WRITTEN = ("config.json", "model.safetensors.index.json", "quantize_config.json", "quant_config.json")
+_WRITTEN = (CONFIG, INDEX, GPTQ_CONFIG, AWQ_CONFIG)
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _LLAMA3_FACTORS = (8.0, 32.0)
@@ -33,7 +34,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, plan: Plan) -> None:
         generation = {"eos_token_id": list(checkpoint.config.eos_token_ids)}
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
     else:
-        raw = read_json(checkpoint.path / "config.json")
+        raw = read_json(checkpoint.path / CONFIG)
         for file in _companions(checkpoint.path):
             shutil.copyfile(file, folder / file.name)
     raw.pop("torch_dtype", None)
@@ -41,7 +42,7 @@ def write_files(folder: Path, checkpoint: Checkpoint, plan: Plan) -> None:
     raw["quantization_config"] = plan.quantization_config()
     if plan.unties_head:
         raw["tie_word_embeddings"] = False
-    (folder / "config.json").write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
+    (folder / CONFIG).write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
 
 
 def _companions(folder: Path) -> list[Path]:

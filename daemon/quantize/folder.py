@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deepinfer.daemon.setting import ConfigError
+from deepinfer.stages.model.folder_names import CONFIG
 
 
 def check_place(target: Path, source: Path, force: bool) -> None:
@@ -20,7 +21,7 @@ def check_place(target: Path, source: Path, force: bool) -> None:
         return
     if not force:
         raise ConfigError(f"DST is {str(target)!r}, which exists; --force replaces it")
-    if target.is_symlink() or not target.is_dir() or not ((target / "config.json").exists() or _is_empty(target)):
+    if target.is_symlink() or not target.is_dir() or not ((target / CONFIG).exists() or _is_empty(target)):
         raise ConfigError(f"DST is {str(target)!r}, which is no model folder; --force replaces nothing else")
 
 

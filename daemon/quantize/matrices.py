@@ -15,7 +15,7 @@ from deepinfer.daemon.quantize.words import words, zero_words
 from deepinfer.daemon.quantize.workers import Workers
 from deepinfer.stages.model.errors import CheckpointError
 
-_AT_ONCE = 1 << 17
+AT_ONCE = 1 << 17
 """Weights that a thread works on at a time: what is held beside source and result."""
 
 Write = Callable[[str, Tensor], None]
@@ -81,7 +81,7 @@ def write_matrix(
         wrong = float((meant - weight).square_().sum(dtype=torch.float64))
         return wrong, float(weight.square().sum(dtype=torch.float64))
 
-    step = max(1, _AT_ONCE // columns)
+    step = max(1, AT_ONCE // columns)
     wrong, total = (sum(part) for part in zip(*workers.map(work, range(0, rows, step)), strict=True))
     write(f"{matrix.prefix}.weight_packed", packed)
     write(f"{matrix.prefix}.weight_scale", scales)

@@ -10,7 +10,8 @@ from typing import Any
 
 from deepinfer.daemon.quantize.config import GROUP_SIZES, Quantize
 from deepinfer.daemon.quantize.shards import TensorPlan, Tensors
-from deepinfer.stages.model.source import EMBEDDING, HEAD, TensorHeader
+from deepinfer.stages.model.config import EMBEDDING, HEAD
+from deepinfer.stages.model.source import TensorHeader
 
 _LINEAR = re.compile(r"(.*layers\.\d+\.(.*_proj))\.weight")
 _HEAD_KIND = HEAD.removesuffix(".weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,23 +42,24 @@ def run_quantize(settings: Quantize, name: str, target: Path, output: Path | Non
     take_threads(settings)
     source = resolve_model(name)
     check_place(target, source, settings.force)
-    checkpoint = open_source(source)
-    plan = make_plan(checkpoint.source.headers, checkpoint.config.tie_word_embeddings, settings)
-    if not plan.matrices:
-        checkpoint.source.close()
-        raise ConfigError(f"SRC is {name!r}; no group divides the columns of any of its matrices: nothing to quantise")
-    skipped = check_memory(settings, checkpoint)
-    windows = [] if skipped else text_windows(settings, source)
     ops = open_compute(settings)  # A device that is not there is refused before anything is written.
-    started = time.monotonic()
-    scalings = find_scalings(settings, checkpoint, plan) if settings.awq else {}
-    errors, nbytes = _write(settings, checkpoint, plan, scalings, target)
+    checkpoint = open_source(source)
+    with closing(checkpoint.source):
+        plan = make_plan(checkpoint.source.headers, checkpoint.config.tie_word_embeddings, settings)
+        if not plan.matrices:
+            raise ConfigError(f"SRC is {name!r}; no group divides the columns of any of its matrices: nothing to do")
+        skipped = check_memory(settings, ops, checkpoint)
+        windows = [] if skipped else text_windows(settings, source)
+        started = time.monotonic()
+        scalings = find_scalings(settings, ops, checkpoint, plan) if settings.awq else {}
+        errors, nbytes = _write(settings, checkpoint, plan, scalings, target)
+        seconds = round(time.monotonic() - started, 2)
     report = {
         **conditions(),
         "model": name,
         "settings": asdict(settings),
         "requantised": quantised_types(checkpoint),
-        "seconds": round(time.monotonic() - started, 2),
+        "seconds": seconds,
         "source_bytes": sum(header.nbytes for header in checkpoint.source.headers.values()),
         "bytes": nbytes,
         "bits_per_coded_weight": codes_per_weight(plan),
@@ -74,32 +76,23 @@ def run_quantize(settings: Quantize, name: str, target: Path, output: Path | Non
 def _write(
     settings: Quantize, checkpoint: Checkpoint, plan: Plan, scalings: dict[str, Scaling], target: Path
 ) -> tuple[list[MatrixError], int]:
-    """Closes the checkpoint."""
     headers, errors = checkpoint.source.headers, []
     where = str(checkpoint.path)
-    try:
-        with whole_folder(target) as scratch:
-            writer = ShardedWriter(scratch, [part.tensors() for part in plan.parts], settings.shard_mib << 20)
-            check_room(target, writer.nbytes + _OTHER_FILES)
-            write_files(scratch, checkpoint, plan)
-            try:
-                total = sum(headers[_source(part)].nbytes for part in plan.parts)
-                with Workers() as workers, bar("quantising", total, of_bytes=True) as advance:
-                    for part in plan.parts:
-                        scaling = scalings.get(part.name, Scaling())
-                        tensor = checkpoint.source.read(_source(part))
-                        if isinstance(part, Matrix):
-                            errors.append(
-                                write_matrix(part, tensor, scaling, settings.clips, where, writer.write, workers)
-                            )
-                        else:
-                            write_plain(part, tensor, scaling, where, writer.write)
-                        advance(part.name, headers[_source(part)].nbytes)
-            finally:
-                writer.abandon()
+    total = sum(headers[_source(part)].nbytes for part in plan.parts)
+    with whole_folder(target) as scratch:
+        writer = ShardedWriter(scratch, [part.tensors() for part in plan.parts], settings.shard_mib << 20)
+        check_room(target, writer.nbytes + _OTHER_FILES)
+        write_files(scratch, checkpoint, plan)
+        with closing(writer), Workers() as workers, bar("quantising", total, of_bytes=True) as advance:
+            for part in plan.parts:
+                scaling = scalings.get(part.name, Scaling())
+                tensor = checkpoint.source.read(_source(part))
+                if isinstance(part, Matrix):
+                    errors.append(write_matrix(part, tensor, scaling, settings.clips, where, writer.write, workers))
+                else:
+                    write_plain(part, tensor, scaling, where, writer.write)
+                advance(part.name, headers[_source(part)].nbytes)
             writer.finish()
-    finally:
-        checkpoint.source.close()
     return errors, writer.nbytes
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from deepinfer.stages.model.folder_names import INDEX, SINGLE
+
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64": 8}
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -19,7 +21,6 @@ TORCH_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class TensorPlan(NamedTuple):
@@ -78,8 +79,8 @@ class ShardedWriter:
             index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(placed.items()))}
             (self._folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
-    def abandon(self) -> None:
-        """Closes what is open; the files are of no use."""
+    def close(self) -> None:
+        """Of no use before `finish` but to close what is open."""
         self._close()
 
     def _next(self) -> None:

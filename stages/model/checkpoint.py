@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepinfer.stages.model.config import ModelConfig, parameter_shapes
+from deepinfer.stages.model.config import HEAD, ModelConfig, parameter_shapes
 from deepinfer.stages.model.config_gguf import config_from_gguf
 from deepinfer.stages.model.config_hf import config_from_folder
 from deepinfer.stages.model.errors import CheckpointError, ModelNotFoundError
@@ -18,7 +18,7 @@ from deepinfer.stages.model.precision import choose_dtype, weight_bytes
 from deepinfer.stages.model.quantisation import scheme_of_folder
 from deepinfer.stages.model.quantised_source import QuantisedSource
 from deepinfer.stages.model.safetensors_source import SafetensorsSource
-from deepinfer.stages.model.source import HEAD, WeightSource
+from deepinfer.stages.model.source import WeightSource
 
 
 @dataclass(frozen=True)

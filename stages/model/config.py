@@ -12,6 +12,7 @@ MAX_INTEGER = 2**40
 MAX_LAYERS = 1000
 """More than any model has; a damaged file must not make us build tables for a billion layers."""
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers, as config.json names them."""
 SILU, GELU_TANH = "silu", "gelu_tanh"
@@ -170,14 +171,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter by its Hugging Face name: [out, in]. A tied `lm_head.weight` is left out."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        EMBEDDING: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     for layer in range(config.num_layers):
         for name, shape in _layer_shapes(config).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
 
 

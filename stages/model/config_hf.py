@@ -13,6 +13,7 @@ from typing import Any
 from deepinfer.stages.model.config import GELU_TANH, SILU, ModelConfig, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.families import FAMILIES
+from deepinfer.stages.model.folder_names import CONFIG
 from deepinfer.stages.model.json_fields import ConfigFields, read_json
 from deepinfer.stages.model.rope_json import rope_from_json
 
@@ -20,10 +21,10 @@ _ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def config_from_folder(folder: Path) -> ModelConfig:
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / CONFIG)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
-    return config_from_json(raw, generation, str(folder / "config.json"))
+    return config_from_json(raw, generation, str(folder / CONFIG))
 
 
 def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepinfer.stages.model import gguf_codes
-from deepinfer.stages.model.config import ModelConfig
+from deepinfer.stages.model.config import EMBEDDING, HEAD, ModelConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.families import FAMILIES
 from deepinfer.stages.model.gguf_header import GGUFHeader, GGUFTensor
@@ -21,9 +21,9 @@ SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
 ROPE_FREQUENCIES = "rope_freqs.weight"
 
 _TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
+    "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "output.weight": HEAD,
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _PERMUTED = re.compile(r".*self_attn\.([qk])_proj\.(weight|bias)")

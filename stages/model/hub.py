@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepinfer.stages.model.errors import ModelNotFoundError
-from deepinfer.stages.model.hub_files import INDEX, SINGLE, folder_files, gguf_files
+from deepinfer.stages.model.folder_names import CONFIG, INDEX, SINGLE
+from deepinfer.stages.model.hub_files import folder_files, gguf_files
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -140,7 +141,7 @@ def _needed(hub: HubId, stated: Mapping[str, RepoSibling]) -> list[str]:
         weights = [name for name in stated if name.endswith((".bin", ".pt", ".pth", ".safetensors"))]
         holds = f" ({', '.join(weights[:3])}: pickled, or of no model folder)" if weights else ""
         raise ModelNotFoundError(
-            f"{hub} holds no model that loads{holds}; expected config.json with {SINGLE} or its shards, or a GGUF file"
+            f"{hub} holds no model that loads{holds}; expected {CONFIG} with {SINGLE} or its shards, or a GGUF file"
         )
     return gguf_files(stated, hub.gguf, hub.repo)
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Sequence
 
 from deepinfer.stages.model.errors import ModelNotFoundError
+from deepinfer.stages.model.folder_names import CONFIG
 from deepinfer.stages.model.gguf_names import part_names
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COMPANIONS = re.compile(r"[^/]+\.(json|txt|jinja)|tokenizer\.model")
 _WEIGHTS = re.compile(r"model[^/]*\.safetensors")
 _NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)|imatrix", re.IGNORECASE)
@@ -17,7 +17,7 @@ _NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)|imatrix", re.IGNORECASE)
 def folder_files(names: Collection[str]) -> list[str]:
     """Weights, JSON and tokenizer at the top of a repository; empty if it holds no folder of safetensors."""
     weights = sorted(name for name in names if _WEIGHTS.fullmatch(name))
-    if not weights or "config.json" not in names:
+    if not weights or CONFIG not in names:
         return []
     return weights + sorted(name for name in names if _COMPANIONS.fullmatch(name))
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepinfer.kernels import packed_linear
+from deepinfer.stages.model.config import HEAD
 from deepinfer.stages.model.gguf_codes import GROUP
-from deepinfer.stages.model.source import HEAD, TensorHeader
+from deepinfer.stages.model.source import TensorHeader
 
 DTYPES = ("auto", "fp32", "bf16")
 W4_PREFILL = ("auto", "bf16-copy", "int4")

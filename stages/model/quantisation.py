@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.folder_names import AWQ_CONFIG, CONFIG, GPTQ_CONFIG
 from deepinfer.stages.model.json_fields import read_json
 
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
@@ -16,8 +17,8 @@ SUPPORTED = (
     "8-bit integer weights and 16-bit activations (format pack-quantized), unquantised float32, float16 and bfloat16, "
     "or a GGUF file"
 )
-_BESIDE = {"quantize_config.json": GPTQ, "quant_config.json": AWQ}
-"""Files beside config.json in which older AutoGPTQ and AutoAWQ said it, where config.json itself says nothing."""
+_BESIDE = {GPTQ_CONFIG: GPTQ, AWQ_CONFIG: AWQ}
+"""Read where config.json itself says nothing."""
 PER_ROW = -1
 """As a group size: all columns of a row share one scale."""
 
@@ -36,7 +37,7 @@ class Scheme:
 
 def scheme_of_folder(folder: Path) -> Scheme | None:
     """None for an unquantised folder. Raises as `scheme_from_json`."""
-    scheme = scheme_from_json(read_json(folder / "config.json"), str(folder / "config.json"))
+    scheme = scheme_from_json(read_json(folder / CONFIG), str(folder / CONFIG))
     for name, method in _BESIDE.items():
         if scheme is None and (folder / name).exists():
             return _scheme({"quant_method": method, **read_json(folder / name)}, str(folder / name))

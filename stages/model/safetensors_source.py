@@ -9,13 +9,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
+from deepinfer.stages.model.folder_names import INDEX, SINGLE
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.json_fields import read_json
 from deepinfer.stages.model.kv_scales import KVScales
 from deepinfer.stages.model.source import TensorHeader
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 INTEGER_DTYPES = ("I32", "I64", "I8")
 """Of the parts of quantised matrices."""

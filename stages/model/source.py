@@ -9,8 +9,6 @@ import torch
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
 
 class TensorHeader(NamedTuple):
     shape: tuple[int, ...]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from deepinfer.stages.model.config_hf import eos_token_ids
 from deepinfer.stages.model.errors import CheckpointError, ModelError, ModelNotFoundError
+from deepinfer.stages.model.folder_names import CONFIG
 from deepinfer.stages.model.json_fields import read_json
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _is_generic(folder: Path) -> bool:
 def _folder_facts(folder: Path) -> TokenizerFacts:
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else {}
-    ends = eos_token_ids(read_json(folder / "config.json"), generation, str(folder))
+    ends = eos_token_ids(read_json(folder / CONFIG), generation, str(folder))
     return TokenizerFacts(ends, sampling_defaults(generation))
 
 

@@ -30,11 +30,10 @@ def _kinds(num_layers: int, period: int) -> list[str]:
     return [SLIDING if (layer + 1) % period else FULL for layer in range(num_layers)]
 
 
-def _from_json(config: ModelConfig, fields: ConfigFields, period: int) -> ModelConfig:
+def _from_json(config: ModelConfig, fields: ConfigFields, kinds: list[str]) -> ModelConfig:
     if fields.flag("use_bidirectional_attention"):
         raise UnsupportedModelError(f"{fields.where}: use_bidirectional_attention is not supported, only false")
     bias = fields.flag("attention_bias")
-    kinds = layer_kinds(fields, config.num_layers, _kinds(config.num_layers, period))
     return replace(
         _gemma(config),
         norm_offset=1.0,
@@ -48,13 +47,13 @@ def _from_json(config: ModelConfig, fields: ConfigFields, period: int) -> ModelC
 
 
 def _gemma2_from_json(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
-    return _from_json(config, fields, _GEMMA2_PERIOD)
+    return _from_json(config, fields, layer_kinds(fields, config.num_layers, _kinds(config.num_layers, _GEMMA2_PERIOD)))
 
 
 def _gemma3_from_json(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
     period = fields.integer("sliding_window_pattern", _GEMMA3_PERIOD)
-    gemma = replace(_from_json(config, fields, period), qk_norm="head")
     kinds = layer_kinds(fields, config.num_layers, _kinds(config.num_layers, period))
+    gemma = replace(_from_json(config, fields, kinds), qk_norm="head")
     return _with_local_rope(gemma, kinds, _local_rope(fields))
 
 
