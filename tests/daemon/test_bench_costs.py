@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -209,7 +210,7 @@ def test_a_step_is_measured_while_all_streams_decode():
     slow = Seen(tokens=[2.0, 3.0, 4.0, 5.0, 6.0])
     other = Seen(tokens=[0.0, 1.0, 2.0, 3.0, 5.0, 5.0, 6.0, 7.0])
     assert step_together([slow, other]) == pytest.approx(4 * 2 / 8)
-    with pytest.raises(Exception, match="ended before the last one began"):
+    with pytest.raises(click.ClickException, match="ended before the last one began"):
         step_together([Seen(tokens=[0.0, 1.0]), Seen(tokens=[2.0, 3.0])])
 
 

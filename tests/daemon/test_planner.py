@@ -21,7 +21,7 @@ from deepinfer.kernels.cuda.decode_plan import num_partitions, workspace_bytes
 from deepinfer.kernels.ops import CpuOps
 from deepinfer.stages.model import Executor, ForwardBatch, load_model, open_checkpoint
 from deepinfer.stages.model.config import ModelConfig, RopeConfig
-from deepinfer.stages.model.scratch import activation_bytes, graph_bytes, pass_bytes
+from deepinfer.stages.model.scratch import activation_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 W4_3B_BYTES = 2_050_000_000
@@ -327,8 +327,6 @@ def test_tiles_of_rows_take_a_fraction_of_the_scratch_that_rows_one_by_one_do():
 
 def test_captured_steps_have_one_workspace_in_the_plan():
     shared = workspace_bytes(8, QWEN_3B.num_q_heads, QWEN_3B.head_dim, 32768)
-    rest = pass_bytes(QWEN_3B, 2, 8, 8) + 4 * 8 * QWEN_3B.vocab_size
-    assert graph_bytes(QWEN_3B, 2, 8, 32768) == shared + rest
     target = card(24 * GIB)
     captured, computed = (
         plan_memory(EngineConfig(cuda_graphs=graphs, max_running=8, max_context=32768), demand("int8"), target)
@@ -336,3 +334,5 @@ def test_captured_steps_have_one_workspace_in_the_plan():
     )
     assert computed.scratch - captured.scratch == shared
     assert computed.graphs == 0
+    logits = 4 * 8 * QWEN_3B.vocab_size
+    assert shared + logits < captured.graphs < 2 * (shared + logits)

@@ -160,9 +160,26 @@ def test_without_a_hub_the_error_says_how_to_get_the_model(monkeypatch: pytest.M
     endpoint = cut_off(monkeypatch)
     with pytest.raises(ModelNotFoundError, match=rf"{endpoint} cannot be reached.*pull org/tiny@v1` once.*lists"):
         resolve_model("org/tiny@v1")
+    with pytest.raises(ModelNotFoundError, match=r"org/quants:m-Q4_0\.gguf is not.*pull org/quants:m-Q4_0\.gguf` once"):
+        resolve_model("org/quants:m-Q4_0.gguf")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE is set: unset it"):
         resolve_model("org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "repo", "revision", "gguf"),
+    [
+        ("Q-w.n/Qwen2.5-3B_Instruct.v1", "Q-w.n/Qwen2.5-3B_Instruct.v1", "main", None),
+        ("o.r-g/a.b-c:Q4_K_M", "o.r-g/a.b-c", "main", "Q4_K_M"),
+        ("o.r-g/a.b-c@v1.5-rc:m.v1-Q4_0.gguf", "o.r-g/a.b-c", "v1.5-rc", "m.v1-Q4_0.gguf"),
+        ("o.r-g/a.b-c/sub.dir/m-v1.gguf", "o.r-g/a.b-c", "main", "sub.dir/m-v1.gguf"),
+        ("o.r-g/a.b-c.gguf", "o.r-g/a.b-c.gguf", "main", None),
+        ("o/n@refs/pr/3", "o/n", "refs/pr/3", None),
+    ],
+)
+def test_names_of_repositories_have_dots_and_dashes(name: str, repo: str, revision: str, gguf: str | None) -> None:
+    assert hub.parse(name) == hub.HubId(repo, revision, gguf)
 
 
 def test_a_fetch_that_lacks_a_shard_is_not_taken_for_a_model(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
