@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 
@@ -24,16 +25,19 @@ def rounds() -> Iterator[int]:
         yield number
 
 
-def fuzz(examples: int) -> Callable[[Callable], Callable]:
-    """Over `given`: rounds of so many examples, which differ every time."""
+def fuzz(examples: int, repeatable: bool = False) -> Callable[[Callable], Callable]:
+    """Over `given`: rounds of so many examples, which differ every time. `repeatable`: as a share of the suite they are
+    always the same."""
 
     def decorate(test: Callable) -> Callable:
-        batch = settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])(test)
+        same = {"derandomize": True, "database": None} if repeatable and not SECONDS else {}
+        slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+        batch = settings(max_examples=examples, deadline=None, suppress_health_check=slow, **same)(test)
 
         @functools.wraps(batch)
-        def for_seconds() -> None:
+        def for_seconds(*fixtures: Any, **named: Any) -> None:
             for _ in rounds():
-                batch()
+                batch(*fixtures, **named)
 
         return for_seconds
 

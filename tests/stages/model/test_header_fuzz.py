@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing import fuzz
 from gguf_files import GGUFModelFile
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_gguf import WIDE
 from tiny_checkpoints import save, tiny_model
@@ -19,9 +20,7 @@ from tiny_checkpoints import save, tiny_model
 from deepinfer.stages.model import CheckpointError, ModelError, open_checkpoint
 from deepinfer.stages.model.gguf_header import read_header
 
-FUZZ = settings(
-    max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+FUZZ = fuzz(60, repeatable=True)
 BASE, FACTOR = 2 * 2**20, 100
 """Memory that opening may take: a fixed amount, and this many bytes of objects for each byte of the files."""
 
