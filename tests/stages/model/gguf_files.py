@@ -12,32 +12,19 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+INTERLEAVED = ("llama", "smollm3")
+"""Whose files hold q and k for a RoPE of neighbouring pairs."""
 HALF_BYTES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the fp16 numbers of a block begin; random bytes there could be NaN."""
 
 
-def gguf_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
+def gguf_name(name: str, architecture: str = "llama") -> str:
+    """As the gguf package calls it in files of that architecture."""
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], 16)
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def quantised(values: np.ndarray, type_name: str, seed: int = 0) -> np.ndarray:
@@ -98,7 +85,8 @@ class GGUFModelFile:
         self.writer.add_key_length(head_dim)
         self.writer.add_value_length(head_dim)
         self.writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        self.writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        rope = config.rope_parameters
+        self.writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
         self.writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
         self.writer.add_eos_token_id(2)
         self.tensors = dict(self._tensors(model, architecture, type_name))
@@ -117,11 +105,13 @@ class GGUFModelFile:
         config = model.config
         for seed, (name, parameter) in enumerate(model.named_parameters()):
             values = parameter.detach().to(torch.float32).numpy()
-            if architecture == "llama" and ".q_proj." in name:
+            if architecture.startswith("gemma") and name.endswith("norm.weight"):
+                values = 1 + values
+            if architecture in INTERLEAVED and ".q_proj." in name:
                 values = interleaved(values, config.num_attention_heads)
-            if architecture == "llama" and ".k_proj." in name:
+            if architecture in INTERLEAVED and ".k_proj." in name:
                 values = interleaved(values, config.num_key_value_heads)
             if values.ndim == 1:
-                yield gguf_name(name), (values, "F32")
+                yield gguf_name(name, architecture), (values, "F32")
             else:
-                yield gguf_name(name), (quantised(values, type_name, seed), type_name)
+                yield gguf_name(name, architecture), (quantised(values, type_name, seed), type_name)

@@ -12,7 +12,7 @@ import torch
 from executor_runner import Runner
 from gguf_files import GGUFModelFile, gguf_name, interleaved, llama3_divisors, quantised
 from reference import teacher_forced_logits
-from test_parity import LINEAR, LLAMA3, YARN
+from test_parity import CAPS, LINEAR, LLAMA3, NO_IDS, YARN
 from tiny_checkpoints import random_ids, tiny_model
 
 from deepinfer.kernels import packed_linear
@@ -122,6 +122,9 @@ def test_types_without_four_bit_groups_offer_no_codes(tmp_path: Path) -> None:
         ("mistral", "llama", {"sliding_window": None}),
         ("qwen2", "qwen2", {}),
         ("qwen3", "qwen3", {"tie_word_embeddings": True}),
+        ("olmo2", "olmo2", {}),
+        ("smollm3", "smollm3", {"num_hidden_layers": 5, **NO_IDS}),
+        ("phi3", "phi3", NO_IDS),
     ],
 )
 def test_a_float_file_gives_the_logits_of_the_model_it_came_from(
@@ -136,13 +139,51 @@ def test_a_float_file_gives_the_logits_of_the_model_it_came_from(
     assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4
 
 
-def test_a_sliding_window_in_the_metadata_is_kept(tmp_path: Path) -> None:
-    model = tiny_model("mistral", sliding_window=20)
-    file = GGUFModelFile(tmp_path / "m.gguf", model, "llama")
+@pytest.mark.parametrize(
+    ("family", "architecture", "overrides"),
+    [
+        ("mistral", "llama", {}),
+        ("phi3", "phi3", NO_IDS),
+        ("gemma2", "gemma2", {"query_pre_attn_scalar": 32, **CAPS}),
+        ("gemma3_text", "gemma3", {"query_pre_attn_scalar": 32, "num_hidden_layers": 7}),
+    ],
+)
+def test_windows_and_soft_caps_in_the_metadata_are_kept(
+    family: str, architecture: str, overrides: dict, tmp_path: Path
+) -> None:
+    model = tiny_model(family, sliding_window=20, **overrides)
+    file = GGUFModelFile(tmp_path / "m.gguf", model, architecture)
     file.writer.add_sliding_window(20)
+    if family == "gemma2":
+        file.writer.add_attn_logit_softcapping(CAPS["attn_logit_softcapping"])
+        file.writer.add_final_logit_softcapping(CAPS["final_logit_softcapping"])
     ids = random_ids(60)
     got = Runner(load_model(open_checkpoint(file.write()))).feed({0: ids}, all_rows=True)
     assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "overrides"),
+    [
+        ("olmo2", "olmo2", {}),
+        ("smollm3", "smollm3", NO_IDS),
+        ("phi3", "phi3", NO_IDS),
+        ("gemma2", "gemma2", {"sliding_window": 20}),
+    ],
+)
+def test_codes_of_every_family_are_multiplied_as_they_are(
+    family: str, architecture: str, overrides: dict, tmp_path: Path
+) -> None:
+    model = tiny_model(family, **WIDE, **overrides)
+    file = GGUFModelFile(tmp_path / "m.gguf", model, architecture, "Q4_1")
+    file.writer.add_sliding_window(20)
+    path = file.write()
+    packed, exact = load_model(open_checkpoint(path)), load_model(open_checkpoint(path), dtype="fp32")
+    assert all("w4a16" in linear.kind for layer in packed.layers for linear in layer.linears)
+    ids = random_ids(40)
+    expected = Runner(exact).feed({0: ids}, all_rows=True)
+    got = Runner(packed).feed({0: ids}, all_rows=True)
+    assert 0 < (got - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
 
 
 def test_rope_scaling_metadata_gives_the_logits_of_the_model_it_came_from(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def test_an_unsupported_type_is_refused_with_tensor_and_type(tmp_path: Path) -> 
 
 
 def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama"), "mamba").write()
-    with pytest.raises(UnsupportedModelError, match=r"architecture 'mamba' is not supported; supported: .*llama"):
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("llama"), "stablelm").write()
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'stablelm' is not supported; supported: .*llama"):
         open_checkpoint(file)
 
 
