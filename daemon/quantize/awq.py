@@ -1,7 +1,8 @@
 """Activation-aware scaling (AWQ, arXiv 2306.00978): channels that are active on a text are made larger before rounding.
 
 W x = (W s) (x / s): the columns of a matrix are multiplied with s, and what makes its input is divided by s, so that
-the file stays a plain one: the norm before q, k, v and before gate, up; the rows of v before o, and of up before down.
+the file stays a plain one: the norm before q, k, v and before gate, up, where a family has one there; the rows of v
+before o, and of up before down.
 The scales are powers of the mean activity of a channel; the power is the one whose rounded matrices err least on inputs
 that were kept. Where a head of v serves several of q, its channels share a scale.
 """
@@ -21,21 +22,15 @@ from deepinfer.daemon.quantize.report import bar
 from deepinfer.daemon.quantize.rounding import to_codes
 from deepinfer.daemon.quantize.shards import TORCH_DTYPES
 from deepinfer.daemon.quantize.workers import Workers
-from deepinfer.daemon.setting import ConfigError
 from deepinfer.kernels.ops import Ops
 from deepinfer.stages.model.checkpoint import Checkpoint
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Those with the norms and matrices that are scaled here."""
 POWERS = tuple(step / 10 for step in range(11))
 _LEAST = 1e-4
 
 
 def find_scalings(settings: Quantize, ops: Ops, checkpoint: Checkpoint, plan: Plan) -> dict[str, Scaling]:
-    """By name of the result. Raises ConfigError for another family."""
-    config = checkpoint.config
-    if config.family not in FAMILIES:
-        raise ConfigError(f"awq is on; it knows {', '.join(FAMILIES)}, and this is a {config.family}", "awq")
+    """By name of the result. Raises ConfigError where memory has no room for the source."""
     found: dict[str, Scaling] = {}
     with torch.inference_mode():
         layers = activities(settings, ops, checkpoint)
@@ -62,27 +57,46 @@ class _Layer:
         self._dtype = TORCH_DTYPES[plan.dtype]
 
     def search(self) -> None:
-        self._after_norm("input_layernorm", "qkv", [f"self_attn.{part}_proj" for part in "qkv"])
-        self._after_norm("post_attention_layernorm", "gate_up", ["mlp.gate_proj", "mlp.up_proj"])
-        self._after_rows("self_attn.v_proj", "o", "self_attn.o_proj", self._shared_by_heads)
-        self._after_rows("mlp.up_proj", "down", "mlp.down_proj", lambda values: values)
+        config = self._config
+        qkv = [f"self_attn.{part}_proj" for part in (["qkv"] if config.fused_projections else "qkv")]
+        gate_up = [f"mlp.{part}_proj" for part in (["gate_up"] if config.fused_projections else ["gate", "up"])]
+        norms = config.norm_names
+        self._after_norm(norms.get("input"), "qkv", qkv)
+        self._after_norm(norms.get("mlp"), "gate_up", gate_up)
+        self._after_rows(qkv[-1], "o", "self_attn.o_proj", self._shared_by_heads, self._once_a_row)
+        self._after_rows(gate_up[-1], "down", "mlp.down_proj", lambda values: values, lambda values: values)
 
-    def _after_norm(self, norm: str, form: str, parts: Sequence[str]) -> None:
-        """The norm is stored in 16 bits: what that makes of it is taken for what it was divided by."""
+    def _after_norm(self, norm: str | None, form: str, parts: Sequence[str]) -> None:
+        """The norm is stored in 16 bits: what that makes of it is taken for what it was divided by. Without a norm the
+        residual stream comes in, which nothing scales."""
+        if norm is None:
+            self._scale_columns(form, parts, torch.ones_like(self._layer[form].mean_abs))
+            return
         scales = self._best(form, parts, lambda values: values)
         name = f"{self._prefix}.{norm}.weight"
-        weight = self._source.read(name).float()
-        stored = (weight / scales).to(self._dtype).float()
+        offset = self._config.norm_offset
+        weight = self._source.read(name).float() + offset
+        stored = (weight / scales - offset).to(self._dtype).float() + offset
         usable = torch.isfinite(stored) & (stored != 0)
         scales = torch.where(usable, weight / stored, torch.ones_like(scales))
-        self._found[name] = Scaling(rows=1 / scales)
+        self._found[name] = Scaling(rows=1 / scales, offset=offset)
         self._scale_columns(form, parts, scales)
 
-    def _after_rows(self, before: str, form: str, part: str, spread: Callable[[Tensor], Tensor]) -> None:
-        """`spread` makes a value for each input channel of `part` such that channels of one row agree."""
+    def _after_rows(
+        self,
+        before: str,
+        form: str,
+        part: str,
+        spread: Callable[[Tensor], Tensor],
+        once: Callable[[Tensor], Tensor],
+    ) -> None:
+        """The last rows of `before` make the inputs of `part`. `spread` makes a value for each input channel such that
+        channels of one row agree, `once` leaves one of them for each row."""
         scales = self._best(form, [part], spread)
         self._scale_columns(form, [part], scales)
-        rows = 1 / self._once_a_row(scales, before)
+        rows = 1 / once(scales)
+        others = self._source.headers[f"{self._prefix}.{before}.weight"].shape[0] - len(rows)
+        rows = torch.cat((torch.ones(others), rows))
         for kind in ("weight", "bias"):
             name = f"{self._prefix}.{before}.{kind}"
             self._found[name] = self._found.get(name, Scaling())._replace(rows=rows)
@@ -116,9 +130,7 @@ class _Layer:
         heads = values.view(config.num_kv_heads, -1, config.head_dim)
         return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
 
-    def _once_a_row(self, scales: Tensor, before: str) -> Tensor:
-        if before != "self_attn.v_proj":
-            return scales
+    def _once_a_row(self, scales: Tensor) -> Tensor:
         config = self._config
         return scales.view(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
 

@@ -29,12 +29,14 @@ class Scaling(NamedTuple):
     """float32; of a vector there are rows only."""
     importance: Tensor | None = None
     """float32 [columns]: what a squared error in each column counts."""
+    offset: float = 0.0
+    """The tensor means itself plus this: that is what is multiplied."""
 
     def apply(self, weight: Tensor, rows: slice) -> Tensor:
         """float32, of these rows; memory of its own if anything changes."""
         if self.rows is not None:
             own = self.rows[rows]
-            weight = weight * (own if weight.dim() == 1 else own.unsqueeze(1))
+            weight = (weight + self.offset) * (own if weight.dim() == 1 else own.unsqueeze(1)) - self.offset
         return weight if self.columns is None else weight * self.columns
 
 
