@@ -268,6 +268,7 @@ class EngineHost:
         return {
             "model": self.config.model,
             **self.model.describe(),
+            "rope": self.model.config.rope.named(self.max_context),
             "device": self.ops.name,
             "threads": self.threads,
             "kv_cache_dtype": self.kv_format.name,

@@ -104,6 +104,14 @@ def _rope(config: ModelConfig, where: str) -> dict[str, Any]:
             "beta_slow": rope.beta_slow,
             **({} if attention == yarn_mscale(rope.factor) else {"attention_factor": attention}),
         }
+    elif rope.rope_type == "longrope":
+        parameters |= {
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+            "attention_factor": rope.attention_factor,
+            "short_factor": list(rope.frequency_divisors),
+            "long_factor": list(rope.long_divisors),
+        }
     scaling = None if rope.rope_type == "default" else {k: v for k, v in parameters.items() if k != "rope_theta"}
     return {"rope_theta": rope.theta, "rope_parameters": parameters, "rope_scaling": scaling}
 

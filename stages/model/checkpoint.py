@@ -12,7 +12,7 @@ from deepinfer.stages.model.config import HEAD, ModelConfig, parameter_shapes
 from deepinfer.stages.model.config_gguf import config_from_gguf
 from deepinfer.stages.model.config_hf import config_from_folder
 from deepinfer.stages.model.errors import CheckpointError, ModelNotFoundError
-from deepinfer.stages.model.gguf_source import GGUFSource, named_tensors, read_rope_frequencies
+from deepinfer.stages.model.gguf_source import GGUFSource, named_tensors, read_rope_divisors
 from deepinfer.stages.model.gguf_split import read_model_header
 from deepinfer.stages.model.precision import choose_dtype, weight_bytes
 from deepinfer.stages.model.quantisation import scheme_of_folder
@@ -68,7 +68,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if not path.is_file():
         raise ModelNotFoundError(f"{path} does not exist; expected a Hugging Face folder or a GGUF file")
     header = read_model_header(path)
-    config = config_from_gguf(header.metadata, header.tensors.keys(), read_rope_frequencies(header), str(path))
+    config = config_from_gguf(header.metadata, header.tensors.keys(), read_rope_divisors(header), str(path))
     source = GGUFSource(named_tensors(header, config.family), config)
     _check(path, config, source)
     return Checkpoint(path, "gguf", config, source)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from deepinfer.stages.model.errors import CheckpointError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_INTEGER = 2**40
 """No size that a file states reaches it."""
 MAX_LAYERS = 1000
@@ -40,16 +40,28 @@ class RopeConfig:
     theta: float = 10000.0
     factor: float = 1.0
     original_max_positions: int = 0
-    """Context before it was stretched (llama3, yarn)."""
+    """Context before it was stretched (llama3, yarn, longrope)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """Multiplies cos and sin (yarn)."""
+    """Multiplies cos and sin (yarn, longrope)."""
     frequency_divisors: tuple[float, ...] = ()
-    """head_dim / 2 numbers from a GGUF file (`rope_freqs.weight`); they replace the llama3 formula."""
+    """head_dim / 2 numbers: of longrope, or from a GGUF file (`rope_freqs.weight`) in place of the llama3 formula."""
+    long_divisors: tuple[float, ...] = ()
+    """Those of longrope for contexts beyond the original one."""
+
+    def is_long(self, context: int) -> bool:
+        """Whether positions of a context of so many tokens, the early ones too, have the frequencies of long ones."""
+        return bool(self.long_divisors) and context > self.original_max_positions
+
+    def named(self, context: int) -> str:
+        """As `status` has it."""
+        if not self.long_divisors:
+            return self.rope_type
+        return f"{self.rope_type}, {'long' if self.is_long(context) else 'short'} factors"
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,13 @@ def check_sizes(layers: int, q_heads: int, kv_heads: int, head_dim: int, where: 
         raise CheckpointError(f"{where}: {q_heads} attention heads are no multiple of {kv_heads} key-value heads")
     if head_dim < 2 or head_dim % 2:
         raise CheckpointError(f"{where}: the head size is {head_dim}, expected a positive even number")
+
+
+def check_divisors(rope: RopeConfig, head_dim: int, where: str) -> None:
+    """Raises CheckpointError, naming the file `where`."""
+    for divisors in (rope.frequency_divisors, rope.long_divisors):
+        if len(divisors) not in (0, head_dim // 2):
+            raise CheckpointError(f"{where}: RoPE has {len(divisors)} factors, expected {head_dim // 2}")
 
 
 def context_length(rope: RopeConfig, stated: int, where: str) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from deepinfer.stages.model.config import ModelConfig, RopeConfig, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.families import ARCHITECTURES
-from deepinfer.stages.model.gguf_keys import GGUFKeys
-from deepinfer.stages.model.rope_json import yarn_mscale
+from deepinfer.stages.model.gguf_keys import ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT, GGUFKeys
+from deepinfer.stages.model.rope_json import longrope_attention_factor, yarn_mscale
 
 _GGUF_ROPE_TYPES = ("none", "linear", "yarn")
 
@@ -18,10 +18,10 @@ _GGUF_ROPE_TYPES = ("none", "linear", "yarn")
 def config_from_gguf(
     metadata: Mapping[str, Any],
     tensor_names: Collection[str],
-    frequency_divisors: tuple[float, ...],
+    divisors: Mapping[str, tuple[float, ...]],
     where: str,
 ) -> ModelConfig:
-    """`frequency_divisors` are the values of `rope_freqs.weight`, empty when there is no such tensor.
+    """`divisors` are the values of the tensors of `ROPE_DIVISORS` that there are, by their names.
 
     Raises UnsupportedModelError for another architecture, RoPE type, partial rotation or experts.
     """
@@ -42,11 +42,10 @@ def config_from_gguf(
     for name in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(name, head_dim) != head_dim:
             raise UnsupportedModelError(f"{where}: {name} {keys.get(name)} differs from the head size {head_dim}")
-    if len(frequency_divisors) not in (0, head_dim // 2):
-        raise CheckpointError(
-            f"{where}: tensor rope_freqs.weight has {len(frequency_divisors)} values, expected {head_dim // 2}"
-        )
-    rope = _rope(keys, frequency_divisors)
+    for name, values in divisors.items():
+        if len(values) != head_dim // 2:
+            raise CheckpointError(f"{where}: tensor {name} has {len(values)} values, expected {head_dim // 2}")
+    rope = _rope(keys, divisors)
     window = keys.integer("attention.sliding_window", 0, least=0)
     common = ModelConfig(
         family=family.name,
@@ -77,17 +76,19 @@ def _vocab_size(keys: GGUFKeys) -> int:
     return keys.integer("vocab_size", count)
 
 
-def _rope(keys: GGUFKeys, frequency_divisors: tuple[float, ...]) -> RopeConfig:
+def _rope(keys: GGUFKeys, divisors: Mapping[str, tuple[float, ...]]) -> RopeConfig:
     theta = keys.number("rope.freq_base", 10000.0)
     rope_type = keys.get("rope.scaling.type", "linear" if keys.get("rope.scale_linear") else "none")
+    if ROPE_SHORT in divisors or ROPE_LONG in divisors:
+        return _longrope(keys, divisors, theta)
     if rope_type not in _GGUF_ROPE_TYPES:
         raise UnsupportedModelError(
             f"{keys.where}: rope.scaling.type {rope_type!r} is not supported; supported: {', '.join(_GGUF_ROPE_TYPES)}"
         )
-    if frequency_divisors:
+    if ROPE_FREQUENCIES in divisors:
         if rope_type == "yarn":
-            raise UnsupportedModelError(f"{keys.where}: rope_freqs.weight together with yarn is not supported")
-        return RopeConfig("llama3", theta, frequency_divisors=frequency_divisors)
+            raise UnsupportedModelError(f"{keys.where}: {ROPE_FREQUENCIES} together with yarn is not supported")
+        return RopeConfig("llama3", theta, frequency_divisors=divisors[ROPE_FREQUENCIES])
     if rope_type == "none":
         return RopeConfig(theta=theta)
     factor = keys.number("rope.scaling.factor", keys.get("rope.scale_linear"))
@@ -101,6 +102,24 @@ def _rope(keys: GGUFKeys, frequency_divisors: tuple[float, ...]) -> RopeConfig:
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
         attention_factor=keys.number("rope.scaling.attn_factor", 1.0) * yarn_mscale(factor),
+    )
+
+
+def _longrope(keys: GGUFKeys, divisors: Mapping[str, tuple[float, ...]], theta: float) -> RopeConfig:
+    for name in (ROPE_SHORT, ROPE_LONG):
+        if name not in divisors:
+            raise CheckpointError(f"{keys.where}: tensor {name} is missing, which longrope needs beside the other one")
+    context = keys.integer("context_length")
+    original = keys.integer("rope.scaling.original_context_length", context)
+    factor = context / original
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original,
+        attention_factor=keys.number("rope.scaling.attn_factor", longrope_attention_factor(factor, original)),
+        frequency_divisors=divisors[ROPE_SHORT],
+        long_divisors=divisors[ROPE_LONG],
     )
 
 

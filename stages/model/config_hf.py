@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepinfer.stages.model.config import GELU_TANH, SILU, ModelConfig, check_sizes, context_length
+from deepinfer.stages.model.config import GELU_TANH, SILU, ModelConfig, check_divisors, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.families import FAMILIES
 from deepinfer.stages.model.folder_names import CONFIG
@@ -42,6 +42,7 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
     num_layers = fields.integer("num_hidden_layers")
     check_sizes(num_layers, q_heads, kv_heads, head_dim, where)
     rope = rope_from_json(fields)
+    check_divisors(rope, head_dim, where)
     common = ModelConfig(
         family=family.name,
         num_layers=num_layers,

@@ -10,6 +10,11 @@ from deepinfer.stages.model.config import MAX_INTEGER
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.json_fields import positive_number
 
+ROPE_FREQUENCIES = "rope_freqs.weight"
+ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_DIVISORS = ROPE_FREQUENCIES, ROPE_SHORT, ROPE_LONG
+"""Tensors that are no parameters: the RoPE frequencies are divided by them."""
+
 
 class GGUFKeys:
     """The keys of one architecture, and the names of the file's tensors: biases and q/k norms show by them."""
@@ -35,6 +40,3 @@ class GGUFKeys:
 
     def number(self, name: str, default: float | None = None) -> float:
         return positive_number(self.get(name, default), f"{self.prefix}.{name}", self.where)
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.tensors

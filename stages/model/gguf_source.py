@@ -14,11 +14,11 @@ from deepinfer.stages.model.config import EMBEDDING, HEAD, ModelConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.families import FAMILIES
 from deepinfer.stages.model.gguf_header import GGUFHeader, GGUFTensor
+from deepinfer.stages.model.gguf_keys import ROPE_DIVISORS
 from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.source import TensorHeader
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-ROPE_FREQUENCIES = "rope_freqs.weight"
 
 _TOP = {
     "token_embd.weight": EMBEDDING,
@@ -44,7 +44,7 @@ def named_tensors(header: GGUFHeader, family: str) -> dict[str, GGUFTensor]:
     layer_tensors = FAMILIES[family].gguf_layer_tensors()
     named: dict[str, GGUFTensor] = {}
     for name, tensor in header.tensors.items():
-        if name == ROPE_FREQUENCIES:
+        if name in ROPE_DIVISORS:
             continue
         target = hf_name(name, layer_tensors)
         if target is None:
@@ -57,17 +57,17 @@ def named_tensors(header: GGUFHeader, family: str) -> dict[str, GGUFTensor]:
     return named
 
 
-def read_rope_frequencies(header: GGUFHeader) -> tuple[float, ...]:
-    tensor = header.tensors.get(ROPE_FREQUENCIES)
-    if tensor is None:
-        return ()
+def read_rope_divisors(header: GGUFHeader) -> dict[str, tuple[float, ...]]:
+    """By name of the tensor, of those of `ROPE_DIVISORS` that the file has."""
+    return {name: _divisors(header.tensors[name], name) for name in ROPE_DIVISORS if name in header.tensors}
+
+
+def _divisors(tensor: GGUFTensor, name: str) -> tuple[float, ...]:
     if tensor.type_name != "F32":
-        raise UnsupportedModelError(
-            f"{tensor.path}: tensor {ROPE_FREQUENCIES} has type {tensor.type_name}; supported: F32"
-        )
+        raise UnsupportedModelError(f"{tensor.path}: tensor {name} has type {tensor.type_name}; supported: F32")
     values = np.fromfile(tensor.path, np.float32, tensor.nbytes // 4, offset=tensor.offset)
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise CheckpointError(f"{tensor.path}: tensor {ROPE_FREQUENCIES} holds values that are not positive numbers")
+        raise CheckpointError(f"{tensor.path}: tensor {name} holds values that are not positive numbers")
     return tuple(float(value) for value in values)
 
 

@@ -10,12 +10,13 @@ import torch
 from deepinfer.stages.model.config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 [head_dim / 2], radians per position."""
+def inverse_frequencies(rope: RopeConfig, head_dim: int, context: int = 0) -> torch.Tensor:
+    """float32 [head_dim / 2], radians per position, of contexts of at most `context` tokens."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     base = rope.theta**exponents
-    if rope.frequency_divisors:
-        return 1.0 / (base * torch.tensor(rope.frequency_divisors, dtype=torch.float32))
+    divisors = rope.long_divisors if rope.is_long(context) else rope.frequency_divisors
+    if divisors:
+        return 1.0 / (base * torch.tensor(divisors, dtype=torch.float32))
     if rope.rope_type == "yarn":
         return _yarn(rope, head_dim, base)
     plain = 1.0 / base
@@ -66,7 +67,7 @@ def stacked_tables(ropes: Sequence[RopeConfig], head_dim: int, max_positions: in
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 [max_positions, head_dim / 2], with yarn's attention factor multiplied in."""
+    """cos and sin, float32 [max_positions, head_dim / 2], with the attention factor multiplied in."""
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_positions))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

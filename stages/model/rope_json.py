@@ -10,6 +10,8 @@ from deepinfer.stages.model.config import FULL, ROPE_TYPES, SLIDING, RopeConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.json_fields import ConfigFields, positive_number
 
+_LONGROPE = "short_factor", "long_factor"
+
 
 def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None = None) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` beside it (before). Where parameters are
@@ -20,6 +22,8 @@ def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None =
     if not isinstance(scaling, dict):
         raise CheckpointError(f"{fields.where}: rope parameters are {scaling!r}, expected an object")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type == "su" or "short_factor" in scaling:  # As early files of Phi-3 call it.
+        rope_type = "longrope"
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(
             f"{fields.where}: rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
@@ -34,7 +38,7 @@ def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None =
     factor = scaling.get("factor")
     original = fields.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     original = int(positive_number(original or fields.integer("max_position_embeddings"), "rope", fields.where))
-    if factor is None and rope_type == "yarn":
+    if factor is None and rope_type in ("yarn", "longrope"):
         factor = fields.integer("max_position_embeddings") / original
     factor = positive_number(factor, f"factor of rope_type {rope_type}", fields.where)
 
@@ -43,6 +47,8 @@ def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None =
 
     if rope_type == "linear":
         return RopeConfig("linear", theta, factor)
+    if rope_type == "longrope":
+        return _longrope(scaling, theta, factor, original, fields.where)
     if rope_type == "llama3":
         return RopeConfig(
             "llama3",
@@ -62,6 +68,35 @@ def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None =
         truncate=bool(scaling.get("truncate", True)),
         attention_factor=_yarn_attention_factor(scaling, factor, fields.where),
     )
+
+
+def _longrope(scaling: Mapping[str, Any], theta: float, factor: float, original: int, where: str) -> RopeConfig:
+    """LongRoPE (arXiv 2402.13753): divisors of the frequencies, a set for the original context and one beyond it."""
+    short, long = (_factors(scaling.get(name), f"{name} of rope_type longrope", where) for name in _LONGROPE)
+    given = scaling.get("attention_factor")
+    attention = longrope_attention_factor(factor, original)
+    if given is not None:
+        attention = positive_number(given, "attention_factor of rope_type longrope", where)
+    return RopeConfig(
+        "longrope",
+        theta,
+        factor,
+        original,
+        attention_factor=attention,
+        frequency_divisors=short,
+        long_divisors=long,
+    )
+
+
+def _factors(value: Any, name: str, where: str) -> tuple[float, ...]:
+    if not isinstance(value, list) or not value:
+        raise CheckpointError(f"{where}: {name} is {value!r}, expected a list of numbers")
+    return tuple(positive_number(each, name, where) for each in value)
+
+
+def longrope_attention_factor(factor: float, original: int) -> float:
+    """LongRoPE as Phi-3 has it: sqrt(1 + ln(s) / ln(original context))."""
+    return 1.0 if factor <= 1 or original < 2 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float, where: str) -> float:

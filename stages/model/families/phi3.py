@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4: llama whose files hold q, k and v as one matrix, gate and up as another; perhaps one window for all.
 
-Phi's long contexts ("longrope") change the rotation of all keys when a context grows past the original length, so what
-is stored would have to be computed again: they are refused.
+Phi's long contexts ("longrope") have other frequencies than those within the original length, for all positions. Which
+ones an engine takes follows from its longest context, so keys that are stored stay what they are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deepinfer.stages.model.config import ModelConfig
-from deepinfer.stages.model.errors import UnsupportedModelError
 from deepinfer.stages.model.families.family import Family
 from deepinfer.stages.model.families.windows import one_window
 from deepinfer.stages.model.gguf_keys import GGUFKeys
@@ -21,8 +20,6 @@ def _from_json(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 
 def _from_gguf(config: ModelConfig, keys: GGUFKeys) -> ModelConfig:
-    if keys.has_tensor("rope_factors_long.weight") or keys.has_tensor("rope_factors_short.weight"):
-        raise UnsupportedModelError(f"{keys.where}: rope_factors_long.weight (longrope) is not supported")
     return replace(config, fused_projections=True)
 
 

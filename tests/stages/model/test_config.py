@@ -52,7 +52,7 @@ def test_fields_of_further_families_that_are_left_out_have_the_defaults_of_trans
 
 def test_what_a_family_does_not_have_is_refused_by_name() -> None:
     for raw, message in (
-        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "dynamic"}}, "'dynamic' is not supported"),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported; supported: .*gemma3_text"),
@@ -116,6 +116,38 @@ def test_frequencies_are_those_of_transformers_in_old_and_new_spelling(
     angles = 299 * frequencies
     assert torch.allclose(cos[299], angles.cos() * factor, atol=1e-6)
     assert torch.allclose(sin[299], angles.sin() * factor, atol=1e-6)
+
+
+@pytest.mark.parametrize("spelling", [{"rope_type": "longrope"}, {"type": "su"}, {"type": "yarn"}])
+def test_longrope_has_the_frequencies_of_transformers_by_the_longest_context(spelling: dict[str, str]) -> None:
+    sets = {"short_factor": [1 + i / 48 for i in range(48)], "long_factor": [1 + i for i in range(48)]}
+    sizes = {**SIZES, "hidden_size": 384, "num_attention_heads": 4, "max_position_embeddings": 131072}
+    sizes["original_max_position_embeddings"] = 4096
+    ours = _read(model_type="phi3", rope_scaling={**spelling, **sets}, **sizes)
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096, **sets}
+    theirs = AutoConfig.for_model("phi3", **sizes, pad_token_id=None, rope_parameters=parameters)
+    for context in (4096, 4097):
+        wanted, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, torch.device("cpu"), seq_len=context)
+        assert torch.equal(inverse_frequencies(ours.rope, 96, context), wanted)
+        assert ours.rope.attention_factor == pytest.approx(factor, abs=1e-9)
+    assert ours.rope.named(4096) == "longrope, short factors"
+    assert ours.rope.named(4097) == "longrope, long factors"
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ({"short_factor": [1.0] * 48}, "long_factor of rope_type longrope is None, expected a list"),
+        ({"short_factor": [1.0] * 48, "long_factor": [1.0] * 47}, "RoPE has 47 factors, expected 48"),
+        (
+            {"short_factor": [0] * 48, "long_factor": [1.0] * 48},
+            "short_factor of rope_type longrope is 0, expected a posi",
+        ),
+    ],
+)
+def test_longrope_factors_that_cannot_be_are_named(sets: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        _read(model_type="phi3", head_dim=96, rope_scaling={"type": "longrope", **sets})
 
 
 def test_yarn_reaches_beyond_the_stated_context() -> None:

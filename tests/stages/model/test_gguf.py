@@ -12,7 +12,7 @@ import torch
 from executor_runner import Runner
 from gguf_files import GGUFModelFile, gguf_name, interleaved, llama3_divisors, quantised
 from reference import teacher_forced_logits
-from test_parity import CAPS, LINEAR, LLAMA3, NO_IDS, YARN
+from test_parity import CAPS, LINEAR, LLAMA3, NO_IDS, YARN, longrope
 from tiny_checkpoints import random_ids, tiny_model
 
 from deepinfer.kernels import packed_linear
@@ -202,6 +202,20 @@ def test_rope_scaling_metadata_gives_the_logits_of_the_model_it_came_from(tmp_pa
         ids = random_ids(100)
         got = Runner(load_model(checkpoint)).feed({0: ids}, all_rows=True)
         assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4, rope
+
+
+@pytest.mark.parametrize("original", [64, 256])
+def test_longrope_factors_are_read_from_their_tensors(original: int, tmp_path: Path) -> None:
+    fields = longrope(original)
+    model = tiny_model("phi3", **NO_IDS, **fields)
+    file = GGUFModelFile(tmp_path / "m.gguf", model, "phi3")
+    file.writer.add_rope_scaling_orig_ctx_len(original)
+    for name in ("short", "long"):
+        factors = np.array(fields["rope_parameters"][f"{name}_factor"], np.float32)
+        file.tensors[f"rope_factors_{name}.weight"] = (factors, "F32")
+    ids = random_ids(100)
+    got = Runner(load_model(open_checkpoint(file.write()))).feed({0: ids}, all_rows=True)
+    assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("w4_prefill", ["bf16-copy", "int4"])

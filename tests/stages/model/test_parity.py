@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,18 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 NO_IDS = {"pad_token_id": None, "bos_token_id": None}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 """Low enough to bite: random logits and scores exceed them."""
+
+
+def longrope(original: int) -> dict[str, Any]:
+    """`Runner` has tables for contexts of 256 tokens."""
+    short, long = ([1 + step * i / 8 for i in range(8)] for step in (0.5, 7))
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long}
+    return {
+        "head_dim": 16,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {**parameters, "original_max_position_embeddings": original},
+    }
+
 
 CASES = {
     "llama": ("llama", {}),
@@ -78,6 +91,8 @@ CASES = {
     ),
     "phi3 with a window": ("phi3", {"sliding_window": 20, **NO_IDS}),
     "phi3 without a window": ("phi3", NO_IDS),
+    "phi3, longrope within the original length": ("phi3", {**NO_IDS, **longrope(256)}),
+    "phi3, longrope beyond it": ("phi3", {**NO_IDS, **longrope(64)}),
     "gemma2": ("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 48, **CAPS}),
     "gemma2 without soft caps": (
         "gemma2",
