@@ -16,6 +16,8 @@ KINDS = {P_INT4: "w4a16 bf16 dot", P_INT8: "w8a16 bf16 dot", P_BF16: "dense bf16
 GROUPS = (32, 64, 128, 256)
 UNITS_OF_WORKER = 8
 """Pieces of a matmul for each thread: enough to even out their speeds, few enough to cost nothing."""
+_AT_ONCE, _ROWS_AT_ONCE = 1 << 17, 1 << 12
+"""Weights that are packed at a time, and rows whose scales are looked at."""
 COPY_ROWS = 16
 """More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
 
@@ -51,10 +53,8 @@ class PackedLinear:
         self._outputs, self._width = codes.shape
         self._out_dtype, self._copy = out_dtype, copy
         below, right = -self._outputs % BLOCK, -self._width % group
-        wide = any(not torch.equal(part.half().float(), part) for part in factors)
-        self._records = _pack(
-            kind, F.pad(codes, (0, right, 0, below)), [F.pad(p, (0, 0, 0, below)) for p in factors], wide
-        )
+        wide = not all(_fit_half(part) for part in factors)
+        self._records = _pack(kind, codes, factors, wide, right, below)
         self._bias = torch.zeros(self._outputs + below)
         if bias is not None:
             self._bias[: self._outputs] = bias
@@ -135,8 +135,32 @@ def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None,
         raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
 
 
-def _pack(kind: int, codes: Tensor, factors: list[Tensor], wide: bool) -> Tensor:
-    """Records, uint8 [M / 16, K / group, record]. A group of codes without scales is one chunk."""
+def _fit_half(factors: Tensor) -> bool:
+    return all(torch.equal(part.half().float(), part) for part in factors.split(_ROWS_AT_ONCE))
+
+
+def _pack(kind: int, codes: Tensor, factors: list[Tensor], wide: bool, right: int, below: int) -> Tensor:
+    """Records, uint8 [M / 16, K / group, record], of codes with so many more columns and rows of zeros. Made of some
+    rows at a time, so that little is held beside codes and records."""
+    step = BLOCK * max(1, _AT_ONCE // (BLOCK * (codes.shape[1] + right)))
+    last = (len(codes) - 1) // step * step
+    records: Tensor | None = None
+    for first in range(0, len(codes), step):
+        rows = slice(first, first + step)
+        more = below if first == last else 0
+        part = _pack_rows(
+            kind, F.pad(codes[rows], (0, right, 0, more)), [F.pad(p[rows], (0, 0, 0, more)) for p in factors], wide
+        )
+        if records is None:
+            records = torch.empty((len(codes) + below) // BLOCK, *part.shape[1:], dtype=torch.uint8)
+        records[first // BLOCK : first // BLOCK + len(part)] = part
+    if records is None:
+        raise ValueError("weights without rows")
+    return records
+
+
+def _pack_rows(kind: int, codes: Tensor, factors: list[Tensor], wide: bool) -> Tensor:
+    """The same of whole blocks of rows. A group of codes without scales is one chunk."""
     groups = factors[0].shape[1] if factors else codes.shape[1] // CHUNK
     pairs = codes.unflatten(0, (-1, BLOCK)).unflatten(2, (groups, -1, 2)).permute(0, 2, 3, 1, 4)
     if kind == P_INT4:
@@ -148,4 +172,4 @@ def _pack(kind: int, codes: Tensor, factors: list[Tensor], wide: bool) -> Tensor
     for factor in factors:
         lanes = factor.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
         parts.append((lanes if wide else lanes.half()).view(torch.uint8))
-    return torch.cat([part.flatten(2) for part in parts], dim=2).contiguous()
+    return torch.cat([part.flatten(2) for part in parts], dim=2)

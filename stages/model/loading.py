@@ -80,6 +80,7 @@ class _Builder:
             )
         if isinstance(table, torch.Tensor):
             table = table.to(self._ops.device)  # Once: a tied head that is dense shares it.
+        trim_heap()  # What the layers left: embedding and head are the largest.
         head = self._head(table) if tied else self._own_head()
         embedding = HeadEmbedding(head) if tied and isinstance(head, RowTable) else self._embedding(table)
         if self._config.embedding_scale != 1:

@@ -17,6 +17,9 @@ from deepinfer.stages.model.int4 import Int4Groups, joined
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)."""
 
+_LOOKED_AT = 1 << 18
+"""Weights at a time: what torch makes to see whether they are finite is as large as they are."""
+
 
 def no_progress(what: str, done: int, total: int) -> None:
     return None
@@ -80,7 +83,7 @@ class WeightReader:
 
     def _dense(self, name: str) -> torch.Tensor:
         tensor = self._source.read(name)
-        self._taken(name, bool(torch.isfinite(tensor).all()))
+        self._taken(name, all(bool(torch.isfinite(part).all()) for part in tensor.flatten().split(_LOOKED_AT)))
         return tensor
 
     def _taken(self, name: str, finite: bool) -> None:

@@ -192,7 +192,6 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "quantisation": ({"quantization_config": {"quant_method": "fp8"}}, "quantisation 'fp8'"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-    "longrope": ({"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope'"),
     "partial rotation": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
 }
 
@@ -214,6 +213,10 @@ WRONG = {
     "a billion layers": ({"num_hidden_layers": 10**9}, "1000000000 layers, expected at most 1000"),
     "an infinite theta": ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf"),
     "a missing factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor of rope_type linear is None"),
+    "longrope without its factors": (
+        {"rope_scaling": {"type": "longrope"}},
+        "short_factor of rope_type longrope is None",
+    ),
     "a bad end token": ({"eos_token_id": [2, -1]}, "eos_token_id -1"),
 }
 

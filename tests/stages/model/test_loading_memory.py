@@ -1,0 +1,61 @@
+"""Loading streams: at no time is much more held than the model, and the tensor that is being read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import GGUFModelFile
+from tiny_checkpoints import save, tiny_model
+
+from deepinfer.kernels import packed_linear
+
+MEASURE = """
+import sys, threading, time
+from deepinfer.kernels.openmp import limit_spinning
+limit_spinning()
+from deepinfer.stages.model import load_model, open_checkpoint
+
+def anonymous():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    while not ended:
+        peaks.append(anonymous())
+        time.sleep(0.0005)
+
+load_model(open_checkpoint(sys.argv[1]), "bf16")
+before, peaks, ended = anonymous(), [], False
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_model(open_checkpoint(sys.argv[2]), "bf16")
+ended = True
+watcher.join()
+print(len(peaks), model.weight_bytes, max(peaks) - before)
+"""
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
+SLACK = 6 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux shows it")
+@pytest.mark.skipif(not packed_linear.available(), reason="other processors keep other forms of the weights")
+@pytest.mark.parametrize("kind", ["BF16 folder", "Q8_0 file"])
+def test_the_most_that_loading_holds_is_the_model_and_its_largest_tensor(kind: str, tmp_path: Path) -> None:
+    paths = []
+    for name, vocab in (("small", 160), ("large", 40960)):
+        model = tiny_model("llama", **SIZES, vocab_size=vocab)
+        if kind == "BF16 folder":
+            paths.append(save(model, tmp_path / name, torch.bfloat16))
+            largest = 2 * 512 * vocab
+        else:
+            paths.append(GGUFModelFile(tmp_path / name, model, "llama", "Q8_0").write())
+            largest = 34 * 512 * vocab // 32
+    shown = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, paths)], capture_output=True, text=True, check=True
+    ).stdout
+    samples, final, grown = map(int, shown.split()[-3:])
+    assert samples > 20
+    assert final < grown < final + largest + SLACK
