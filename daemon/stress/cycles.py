@@ -55,6 +55,8 @@ class CyclesRun:
         began = time.monotonic()
         self._starts = [self._calm_start("the first start")]
         for number in range(self._config.first, self._config.first + self._config.cycles):
+            if self._config.seconds is not None and time.monotonic() > began + self._config.seconds:
+                break
             self._cycle(plan(self._config.seed, number, self._kinds))
             if len(self._seen) % 10 == 0:
                 failed = sum(map(len, self._failures.values()))

@@ -17,6 +17,7 @@ class CyclesConfig:
 
     model: str = setting(TINY, "tiny, a random model made for the run; or as `start` has it.")
     cycles: int = setting(200, "Starts.", low=1)
+    seconds: float | None = setting(None, "Begin no other cycle after so many seconds.", low=0)
     first: int = setting(0, "Number of the first cycle: to repeat one of an earlier run with the same seed.", low=0)
     seed: int = setting(0, "Seed of blows and moments.", low=0)
     victims: str = setting(",".join(VICTIMS), "Who is hit, with commas.")

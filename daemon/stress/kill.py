@@ -94,6 +94,7 @@ class KillRun:
         vocabulary = json.loads((daemon.folder / "daemon.json").read_text())["limits"]["vocab_size"]
         self.questions = catalogue(load, vocabulary, status["engine"]["context"])
         self.load = load
+        self.rounds = 0
         self.alone: list[Completion] = []
         self.outcomes: list[Outcome] = []
         self.strays: list[str] = []
@@ -109,10 +110,14 @@ class KillRun:
             )
         rounds = np.random.default_rng([self.config.seed, 3])
         stream = jobs(StressConfig(**{**vars(self.load), "requests": self.config.rounds * self.config.streams}))
+        began = time.monotonic()
         for number in range(self.config.rounds):
+            late = self.config.seconds is not None and time.monotonic() > began + self.config.seconds
+            last = late or number == self.config.rounds - 1
             load = itertools.islice(stream, self.config.streams)
-            self._round(Killer(self.daemon, self.config, rounds), load, number == self.config.rounds - 1)
-            if self.hung:
+            self._round(Killer(self.daemon, self.config, rounds), load, last)
+            self.rounds += 1
+            if self.hung or last:
                 break
             if number % 10 == 9:
                 click.echo(f"{number + 1} rounds, {len(self.struck)} deaths", err=True)
@@ -163,7 +168,7 @@ class KillRun:
 
     def _checks(self) -> list[Check]:
         status = self.client.status()
-        ended, asked = len(self.outcomes), self.config.rounds * self.config.streams
+        ended, asked = len(self.outcomes), self.rounds * self.config.streams
         died = status["engine_deaths"]
         return [
             Check("the run does not hang", self.hung),
@@ -212,7 +217,7 @@ def _kill_engines_of(config: KillConfig) -> dict[str, Any]:
     gaps = sorted(outcome.longest_gap for outcome in run.outcomes if outcome.preempted)
     return {
         **judged(checks),
-        "rounds": config.rounds,
+        "rounds": run.rounds,
         "deaths": len(run.struck),
         "moments": dict(run.moments),
         "requests": len(run.outcomes),

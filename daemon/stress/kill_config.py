@@ -17,6 +17,7 @@ class KillConfig:
 
     model: str = setting("smollm2-135m", "As `start` has it; or tiny, a random model made for the run.")
     rounds: int = setting(20, "Engines to kill.", low=1)
+    seconds: float | None = setting(None, "Begin no other round after so many seconds.", low=0)
     streams: int = setting(16, "Streams at the same time.", low=1)
     seed: int = setting(0, "Seed of prompts and moments.", low=0)
     signals: str = setting("kill,segv", "How engines die, at random: kill, segv, stop, with commas. stop is a hang.")
