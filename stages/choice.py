@@ -11,25 +11,28 @@ from deepinfer.stages.text import IncrementalDetokenizer, StopMatcher
 class PendingToken:
     """Tokens and text of one choice that have not been encoded yet."""
 
-    def __init__(self, choice: Choice, text: str, ids: list[int], index: int, logprob: TokenLogprob | None) -> None:
+    def __init__(self, choice: Choice, index: int) -> None:
         self.choice = choice
-        self._parts = [text]
-        self.ids = ids
         self.index = index
-        self.logprobs = [] if logprob is None else [logprob]
-        self.size = _size(ids, logprob)
+        self._parts: list[str] = []
+        self.ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.size = 0
         """What it takes of the memory, by the weight of one likely token that is told: a token itself has four."""
 
     @property
     def text(self) -> str:
         return "".join(self._parts)
 
-    def join(self, text: str, ids: list[int], logprob: TokenLogprob | None) -> None:
+    def join(self, text: str, ids: list[int], logprob: TokenLogprob | None) -> int:
+        """Returns the size of what is joined."""
         self._parts.append(text)
         self.ids.extend(ids)
-        self.size += _size(ids, logprob)
         if logprob is not None:
             self.logprobs.append(logprob)
+        size = _size(ids, logprob)
+        self.size += size
+        return size
 
 
 def _size(ids: list[int], logprob: TokenLogprob | None) -> int:

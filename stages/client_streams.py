@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from deepinfer.stages import messages
@@ -18,7 +19,10 @@ from deepinfer.stages.telemetry import Telemetry
 MAX_PENDING_SIZE = 32768
 """Of what waits for one client that does not read, over all its streams: 8,192 tokens, 1,365 with 20 likely ones each.
 A few megabytes."""
+MAX_GROWTH = MAX_PENDING_SIZE // 8
 RETRY_SECONDS = 0.005
+RETRY_PAUSES = 9
+"""Times as long as a retry took, until the next one: those who do not read take a tenth of the time at most."""
 GIVE_UP_SECONDS = 30.0
 """A client that has not taken its last events for this long is treated as gone."""
 
@@ -45,6 +49,8 @@ class ClientStreams:
         self._send = send
         self._blocked: dict[int, float] = {}
         """Requests whose client does not read now, and since when."""
+        self._grown: Counter[bytes] = Counter()
+        """What has been added to that of a client which does not read since its bound was looked at."""
         self._next_retry = 0.0
 
     @property
@@ -68,9 +74,19 @@ class ClientStreams:
             if live is None:
                 continue
             if live.hears(item.rid):
+                size = live.pending_size
                 self._take_token(live, item)
+                self._note_growth(live, live.pending_size - size)
             self._engine.moved(item.rid)
             self._flush(live)
+
+    def _note_growth(self, live: LiveRequest, size: int) -> None:
+        """Between two retries a fast engine may say more than the bound of a client."""
+        if live.rid in self._blocked:
+            identity = live.route.identity
+            self._grown[identity] += size
+            if self._grown[identity] > MAX_GROWTH:
+                self._keep_bound(identity)
 
     def _take_token(self, live: LiveRequest, item: messages.TokenItem) -> None:
         self._table.started(live)
@@ -152,6 +168,7 @@ class ClientStreams:
             if not live.over:
                 self._engine.cancel(live.unfinished, "cancelled")
             self._forget(live)
+        del self._grown[identity]
 
     # --- sending ----------------------------------------------------------------------------------------------
 
@@ -160,7 +177,7 @@ class ClientStreams:
         of them is still held up, the others are. Who has long not taken a last event is gone."""
         if not self._blocked or now < self._next_retry:
             return
-        self._next_retry = now + RETRY_SECONDS
+        began = monotonic()
         full: set[bytes] = set()
         for rid, since in list(self._blocked.items()):
             live = self._table.get(rid)
@@ -172,10 +189,13 @@ class ClientStreams:
                 full.add(live.route.identity)
         for identity in full:
             self._keep_bound(identity)
+        took = monotonic() - began
+        self._next_retry = now + max(RETRY_SECONDS, (1 + RETRY_PAUSES) * took)
 
     def _keep_bound(self, identity: bytes) -> None:
         """Past the bound of a client its streams end, those with most that waits first, and say so: a gap would be a
         lie."""
+        del self._grown[identity]
         sizes = {live: live.pending_size for live in self._table.of(identity) if live.rid in self._blocked}
         waiting = sum(sizes.values())
         for live in sorted(sizes, key=lambda live: sizes[live], reverse=True):
@@ -226,5 +246,6 @@ class ClientStreams:
         self._record(live)
         self._table.leave(live)
         self._blocked.pop(live.rid, None)
+        live.drop_pending_tokens()
         for choice in live.choices:
             self._engine.moved(choice.rid)

@@ -62,6 +62,8 @@ class LiveRequest:
         self._model = model
         self._encoder = StreamEncoder(client_id)
         self._pending: list[PendingToken | Callable[[], bytes]] = []
+        self.pending_size = 0
+        """Of the tokens whose events have not been encoded; see `PendingToken.size`."""
         self._unsent: bytes | None = None
         self.over = False
         """The terminal event is pending or sent."""
@@ -183,7 +185,11 @@ class LiveRequest:
         )
 
     def drop_pending_tokens(self) -> None:
-        """Give back the memory of events that will never be read."""
+        """Give back the memory of events that will never be read. Nobody else may hold it: a token that waits and its
+        choice know each other, and such a pair would be kept until the next collection of garbage."""
+        self.pending_size = 0
+        for choice in self.choices:
+            choice.waiting = None
         self._pending = [event for event in self._pending if not isinstance(event, PendingToken)]
 
     def _emit(self, choice: Choice, text: str, ids: list[int], index: int, logprob: TokenLogprob | None) -> None:
@@ -191,11 +197,11 @@ class LiveRequest:
             choice.text.append(text)
             if logprob is not None:
                 choice.logprobs.append(logprob)
-        elif choice.waiting is not None:
-            choice.waiting.join(text, ids, logprob)
-        else:
-            choice.waiting = PendingToken(choice, text, ids, index, logprob)
+            return
+        if choice.waiting is None:
+            choice.waiting = PendingToken(choice, index)
             self._pending.append(choice.waiting)
+        self.pending_size += choice.waiting.join(text, ids, logprob)
 
     def _event(self, encode: Callable[[], bytes], choice: Choice | None = None) -> None:
         if self._stream and not self.over:
@@ -232,14 +238,10 @@ class LiveRequest:
     def delivered(self) -> bool:
         return self.over and self._unsent is None and not self._pending
 
-    @property
-    def pending_size(self) -> int:
-        """Of the tokens whose events have not been encoded; see `PendingToken.size`."""
-        return sum(event.size for event in self._pending if isinstance(event, PendingToken))
-
     def _encode_token(self, event: PendingToken) -> bytes:
         if event.choice.waiting is event:
             event.choice.waiting = None
+        self.pending_size -= event.size
         return self._encoder.token(
             event.text, event.ids, event.index, event.logprobs or None, self._label(event.choice)
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
 import msgpack
 import pytest
 
+from deepinfer.stages import client_streams
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.client_port import Delivery
 from deepinfer.stages.client_streams import MAX_PENDING_SIZE, RETRY_SECONDS, ClientStreams
@@ -50,12 +53,15 @@ class Post:
         self.table, self.engine = LiveTable(), FakeEngine()
         self.streams = ClientStreams(self.table, self.engine, StatusBoard({}), Telemetry(), self._send)  # type: ignore[arg-type]
         self._intake = intake
-        self._now = 0.0
+        self.now = 0.0
+        self.try_seconds = 0.0
+        """What it takes to try a client that does not read."""
 
     def _send(self, frames: list[bytes]) -> Delivery:
         client, payload = frames
         self.tries[client] += 1
         if client in self.full:
+            self.now += self.try_seconds
             return Delivery.FULL
         self.read.setdefault(client, []).append(msgpack.unpackb(payload))
         return Delivery.SENT
@@ -69,8 +75,8 @@ class Post:
         self.streams.on_tokens(Tokens(items=[TokenItem(rid, 5, index, logprob, top) for rid in rids]))
 
     def turn(self) -> None:
-        self._now += RETRY_SECONDS
-        self.streams.retry(self._now)
+        self.now += RETRY_SECONDS
+        self.streams.retry(self.now)
 
     def of(self, client: bytes, rid: int) -> list[dict[str, Any]]:
         return [event for event in self.read.get(client, []) if event["id"] == rid]
@@ -81,8 +87,14 @@ def intake(tiny_path):
     return Intake(load_tokenizer(tiny_path), "m")
 
 
-def test_what_waits_is_joined_and_comes_in_order_when_the_client_reads_again(intake):
+@pytest.fixture
+def post(intake, monkeypatch):
     post = Post(intake)
+    monkeypatch.setattr(client_streams, "monotonic", lambda: post.now)
+    return post
+
+
+def test_what_waits_is_joined_and_comes_in_order_when_the_client_reads_again(post):
     post.ask(b"slow", 1)
     post.full.add(b"slow")
     for index in range(50):
@@ -99,8 +111,7 @@ def test_what_waits_is_joined_and_comes_in_order_when_the_client_reads_again(int
     assert len(post.table) == post.streams.blocked == 0
 
 
-def test_a_client_that_reads_nothing_costs_one_try_a_turn_however_many_streams_it_has(intake):
-    post = Post(intake)
+def test_a_client_that_reads_nothing_costs_one_try_a_turn_however_many_streams_it_has(post):
     post.full.add(b"deaf")
     for rid in range(1, 1001):
         post.ask(b"deaf", rid)
@@ -116,9 +127,50 @@ def test_a_client_that_reads_nothing_costs_one_try_a_turn_however_many_streams_i
     assert post.streams.blocked == 1000
 
 
+def test_an_engine_that_is_faster_than_the_retries_does_not_pass_the_bound(post):
+    post.full.add(b"deaf")
+    for rid in range(1, 65):
+        post.ask(b"deaf", rid)
+    for index in range(200):
+        post.tokens(range(1, 65), index, TOP)
+        assert sum(live.pending_size for live in post.table.of(b"deaf")) <= 1.2 * MAX_PENDING_SIZE
+    assert len(post.engine.cancelled) > 0
+
+
+def test_what_will_never_be_read_is_freed_at_once(post):
+    """Not only when garbage is collected."""
+    gc.disable()
+    try:
+        post.full.add(b"deaf")
+        for rid in (1, 2):
+            post.ask(b"deaf", rid)
+            post.tokens([rid], 0, TOP)
+        lives = post.table.of(b"deaf")
+        waiting = [weakref.ref(live.choices[0].waiting) for live in lives]
+        lives[0].drop_pending_tokens()
+        assert waiting[0]() is None
+        post.streams.client_gone(b"deaf")
+        assert waiting[1]() is None
+    finally:
+        gc.enable()
+
+
+def test_clients_that_do_not_read_take_a_tenth_of_the_time_at_most(post):
+    post.full.add(b"deaf")
+    post.ask(b"deaf", 1)
+    post.turn()
+    post.try_seconds = 0.05
+    tries = post.tries[b"deaf"]
+    began = post.now
+    for _ in range(1000):
+        post.turn()
+    tried = post.tries[b"deaf"] - tries
+    assert tried > 1
+    assert tried * post.try_seconds <= 0.11 * (post.now - began)
+
+
 @pytest.mark.parametrize("top", [(), TOP], ids=["plain", "with 20 likely ones"])
-def test_past_the_bound_streams_end_those_with_most_first_and_others_do_not(intake, top):
-    post = Post(intake)
+def test_past_the_bound_streams_end_those_with_most_first_and_others_do_not(post, top):
     post.ask(b"deaf", 1)
     post.ask(b"deaf", 2)
     post.ask(b"other", 3)
@@ -140,8 +192,7 @@ def test_past_the_bound_streams_end_those_with_most_first_and_others_do_not(inta
     assert post.of(b"other", 3)[-1]["event"] == "token"
 
 
-def test_what_finished_streams_left_unread_counts_against_the_bound(intake):
-    post = Post(intake)
+def test_what_finished_streams_left_unread_counts_against_the_bound(post):
     post.full.add(b"deaf")
     each = MAX_PENDING_SIZE // 4 // 8
     for rid in range(1, 9):
