@@ -91,6 +91,16 @@ def _with_streams(context: zmq.Context, endpoint: str, streams: int, tokens: int
     return socket
 
 
+def read_metrics(context: zmq.Context, endpoint: str) -> None:
+    socket = context.socket(zmq.SUB)
+    socket.subscribe(b"")
+    socket.connect(endpoint)
+    _begun()
+    while not _told_to_end(0):
+        if socket.poll(20):
+            socket.recv_multipart()
+
+
 def never_read_metrics(context: zmq.Context, endpoint: str) -> None:
     socket = context.socket(zmq.SUB)
     socket.set(zmq.RCVHWM, 1)
@@ -115,7 +125,8 @@ ROLES = {
     "control": ask_control,
     "reads": read_streams,
     "never-reads": never_read_streams,
-    "never-subscriber": never_read_metrics,
+    "reads-metrics": read_metrics,
+    "never-reads-metrics": never_read_metrics,
 }
 
 if __name__ == "__main__":

@@ -17,14 +17,16 @@ from deepinfer.daemon.stress.checks import Check
 from deepinfer.daemon.stress.daemon import RealDaemon
 from deepinfer.daemon.stress.streams_config import LIMITS, StreamsConfig
 
-ARMS = {
-    "a client that reads": ("reads", "endpoint"),
-    "a client that never reads": ("never-reads", "endpoint"),
-    "a subscriber that never reads": ("never-subscriber", "metrics_endpoint"),
-}
-"""Who is there beside the others, and where it connects to. The subscriber has no streams, so beside it there is
-also the client that reads."""
 BASELINE = "a client that reads"
+READING = "a subscriber that reads"
+ARMS = {
+    BASELINE: ("reads", "endpoint", None),
+    "a client that never reads": ("never-reads", "endpoint", BASELINE),
+    READING: ("reads-metrics", "metrics_endpoint", None),
+    "a subscriber that never reads": ("never-reads-metrics", "metrics_endpoint", READING),
+}
+"""Who is there beside the others, where it connects to, and with whom it is compared: with one that reads the same, so
+that what differs is the reading. Subscribers have no streams, so beside them there is also the client that reads."""
 SAMPLE_SECONDS = 0.02
 FLOOD_SECONDS = 12.0
 ARRIVAL_SECONDS = 0.5
@@ -75,15 +77,15 @@ class Fairness:
         return peak.bytes
 
     def _arm(self, arm: str, before: int) -> dict[str, Any]:
-        ratios = [mine / base for mine, base in zip(self._p99[arm], self._p99[BASELINE], strict=True)]
+        baseline = ARMS[arm][2] or arm
         return {
             "p99_gap_ms": self._p99[arm],
-            "ratio": float(np.median(ratios)),
+            "ratio": float(np.median(self._p99[arm]) / np.median(self._p99[baseline])),
             "growth_mb": (max(self._peaks[arm]) - before) / 2**20,
         }
 
     def _judge(self, arm: str, seen: dict[str, Any]) -> list[Check]:
-        if arm == BASELINE:
+        if ARMS[arm][2] is None:
             return []
         ratio = seen["ratio"]
         wide = [] if ratio <= self._config.gap_ratio else [f"{ratio:.2f} times"]
@@ -98,7 +100,7 @@ class Fairness:
 
     def _round(self, arm: str) -> tuple[list[float], int]:
         """The pauses of the others, and the most memory that the front had."""
-        role, endpoint = ARMS[arm]
+        role, endpoint, _ = ARMS[arm]
         size = (self._config.burden, self._config.round_tokens, 0)
         alone = endpoint == "endpoint"
         with Peak(self._front) as peak:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.stress.crowd import Crowd
-from deepinfer.daemon.stress.fairness import ARMS, BASELINE, Fairness
+from deepinfer.daemon.stress.fairness import ARMS, BASELINE, READING, Fairness
 from deepinfer.daemon.stress.streams import stress_streams
 from deepinfer.daemon.stress.streams_config import StreamsConfig
 
@@ -87,7 +87,8 @@ def test_pauses_and_memory_are_judged_beside_the_round_of_the_client_that_reads(
     seen = {
         BASELINE: ([1.0] * 100, 100 << 20),
         "a client that never reads": ([1.0] * 98 + [1.5] * 2, 111 << 20),
-        "a subscriber that never reads": ([1.0] * 100, 109 << 20),
+        READING: ([1.2] * 100, 100 << 20),
+        "a subscriber that never reads": ([1.4] * 100, 109 << 20),
     }
     monkeypatch.setattr(Fairness, "_round", lambda self, arm: seen[arm])
     floods = {"reads": 103 << 20, "never-reads": 108 << 20}
