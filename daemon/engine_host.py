@@ -84,7 +84,7 @@ class EngineHost:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         try:
-            self.ops = open_device(config.device)
+            self.ops = open_device(config.device, config.w4_activations)
         except DeviceError as error:
             raise ConfigError(str(error)) from error
         checkpoint = open_checkpoint(resolve_model(config.model))

@@ -11,7 +11,7 @@ from deepinfer.kernels import BlockLayout, KVFormat, packed_linear, resolve_kv_f
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import EMBEDDING, ModelConfig
-from deepinfer.stages.model.precision import choose_dtype, keeps_bf16_copies
+from deepinfer.stages.model.precision import choose_dtype, has_packed, keeps_bf16_copies
 from deepinfer.stages.model.scratch import (
     Passes,
     activation_bytes,
@@ -87,6 +87,12 @@ def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> D
     if config.max_context is not None and config.max_context > model.max_context:
         raise ConfigError(f"max_context is {config.max_context}; the model was made for at most {model.max_context}")
     dtype = choose_dtype(config.dtype, checkpoint.source.headers, target.fast_bf16)
+    if config.w4_activations == "int8" and not (dtype == "bf16" and has_packed(checkpoint.source.headers)):
+        raise ConfigError(
+            "w4_activations is 'int8', which is for 4-bit weights in bf16 compute; "
+            f"{config.model!r} in {dtype} has none: it must be auto",
+            "w4_activations",
+        )
     copies = keeps_bf16_copies(config.w4_prefill) and not config.batch_invariant and not target.cuda_kernels
     weights = checkpoint.estimate_weight_bytes(dtype, copies, target.cuda_kernels)
     if model.tie_word_embeddings and _keeps_table_twice(checkpoint, config, target):

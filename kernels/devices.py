@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from deepinfer.kernels import packed_linear
 from deepinfer.kernels.ops import CpuOps, Ops
 
 logger = logging.getLogger(__name__)
@@ -17,12 +18,27 @@ class DeviceError(RuntimeError):
     """The device that was asked for cannot be used, in one line."""
 
 
-def open_device(name: str) -> Ops:
+def open_device(name: str, w4_activations: str = "auto") -> Ops:
     """`auto` is the GPU where torch sees one and CuPy is installed, else the CPU, and the log says why.
 
     `host-emulation` runs the CUDA kernels on the CPU: a proof for tests, many times slower than `cpu`.
-    Raises DeviceError.
+    `w4_activations`: "auto", the compute dtype, or "int8": activations are rounded to 8 bits before they meet 4-bit
+    weights. Raises DeviceError.
     """
+    ops = _open(name)
+    if w4_activations == "auto":
+        return ops
+    if not isinstance(ops, CpuOps):
+        raise DeviceError(f"w4_activations is {w4_activations!r}, which {ops.name} does not have; it must be auto")
+    if not (packed_linear.available() and packed_linear.vnni_available()):
+        raise DeviceError(
+            f"w4_activations is {w4_activations!r}, which needs a processor with AVX512-BF16 and AVX512-VNNI; "
+            "here it must be auto"
+        )
+    return CpuOps(int8_activations=True)
+
+
+def _open(name: str) -> Ops:
     if name == "cpu":
         return CpuOps()
     if name == "host-emulation":

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepinfer.kernels import elementwise, packed_linear
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
 from deepinfer.kernels.columns import ReorderedLinear, take_columns
-from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT8
+from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT4_A8, P_INT8
 from deepinfer.kernels.cpu.paged_attention import NumbaAttention
 from deepinfer.kernels.cpu.step_programs import StepPrograms
 from deepinfer.kernels.cpu.tasks import recorder
@@ -129,7 +129,10 @@ class Ops(Protocol):
 
 class CpuOps:
     """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`. Where the processor has
-    bf16 dot products, weights that meet bf16 activations are packed for them (`kernels.packed_linear`)."""
+    bf16 dot products, weights that meet bf16 activations are packed for them (`kernels.packed_linear`).
+
+    `int8_activations`: what meets 4-bit weights is rounded to 8 bits. The processor must have AVX512-VNNI for it.
+    """
 
     name = device = "cpu"
     fast_bf16: bool | None = None
@@ -147,6 +150,9 @@ class CpuOps:
     gelu_mul = staticmethod(elementwise.gelu_mul)
     soft_cap = staticmethod(elementwise.soft_cap)
     attention = staticmethod(make_attention)
+
+    def __init__(self, int8_activations: bool = False) -> None:
+        self._w4_kind = P_INT4_A8 if int8_activations else P_INT4
 
     def synchronize(self) -> None:
         """A call has done its work when it returns."""
@@ -182,7 +188,7 @@ class CpuOps:
             if bf16_copy and not batch_invariant:
                 copy = dequantise(codes, scales, minima, group_size).bfloat16()
             out = out_dtype or torch.bfloat16
-            return PackedLinear(P_INT4, codes, scales, minima, bias, group_size, out, copy)
+            return PackedLinear(self._w4_kind, codes, scales, minima, bias, group_size, out, copy)
         return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy, out_dtype)
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:

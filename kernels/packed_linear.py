@@ -9,10 +9,24 @@ from torch import Tensor
 
 from deepinfer.kernels.cpu.bf16_dot import available
 from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, packed_units
-from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, P_BF16, P_INT4, P_INT8
+from deepinfer.kernels.cpu.packed_products import (
+    BLOCK,
+    CHUNK,
+    P_BF16,
+    P_INT4,
+    P_INT4_A8,
+    P_INT8,
+    WITH_MINIMA,
+    vnni_available,
+)
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
 
-KINDS = {P_INT4: "w4a16 bf16 dot", P_INT8: "w8a16 bf16 dot", P_BF16: "dense bf16 dot"}
+KINDS = {
+    P_INT4: "w4a16 bf16 dot",
+    P_INT8: "w8a16 bf16 dot",
+    P_BF16: "dense bf16 dot",
+    P_INT4_A8: "w4a8 int8 dot",
+}
 GROUPS = (32, 64, 128, 256)
 UNITS_OF_WORKER = 8
 """Pieces of a matmul for each thread: enough to even out their speeds, few enough to cost nothing."""
@@ -21,7 +35,7 @@ _AT_ONCE, _ROWS_AT_ONCE = 1 << 17, 1 << 12
 COPY_ROWS = 16
 """More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
 
-__all__ = ["PackedLinear", "available"]
+__all__ = ["PackedLinear", "available", "vnni_available"]
 
 
 class PackedLinear:
@@ -29,11 +43,13 @@ class PackedLinear:
     minima are kept in fp16 where that is exact and in fp32 where it is not. Rows are bit-equal for every row count.
 
     Args:
-        kind: P_INT4, P_INT8 or P_BF16 of `cpu.packed_products`.
+        kind: P_INT4, P_INT8, P_BF16 or P_INT4_A8 of `cpu.packed_products`.
         codes: [M, K], uint8 0 .. 15, int8, or bf16. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
         bias: [M] or None. group: k that share a scale; 32, 64, 128 or 256.
         out_dtype: of y, bf16 or fp32.
         copy: bf16 [M, K], used instead for more than `COPY_ROWS` rows; they are then not bit-equal to few rows.
+
+    P_INT4_A8 is P_INT4 with x rounded to 8 bits, each 32 of a row by a scale of their own.
     """
 
     def __init__(
@@ -84,17 +100,22 @@ class PackedLinear:
             x = F.pad(x, (0, self._padded_width - width))
         x = x.contiguous()
         y = torch.empty((rows, self._blocks * BLOCK), dtype=self._out_dtype)
-        sums = torch.empty((rows, self._groups)) if self._number == P_INT4 else self._bias
         workers = numba.get_num_threads()
-        tasks = []
+        read, sums, tasks = x, self._bias, []
         if self._number == P_INT4:
+            sums = torch.empty((rows, self._groups))
             tasks.append(Task(self._units.sums, rows, (x.data_ptr(), sums.data_ptr(), self._groups)))
+        elif self._number == P_INT4_A8:
+            sums = torch.empty((rows, self._groups + self._padded_width // CHUNK))
+            read = torch.empty((rows, self._padded_width), dtype=torch.int8)
+            arguments = (x.data_ptr(), sums.data_ptr(), self._groups, read.data_ptr())
+            tasks.append(Task(self._units.bytes, rows, arguments))
         share = max(1, self._blocks // (UNITS_OF_WORKER * workers))
         units = -(-self._blocks // share)
-        addresses = [part.data_ptr() for part in (x, self._records, self._bias, sums, y)]
+        addresses = [part.data_ptr() for part in (read, self._records, self._bias, sums, y)]
         numbers = (rows, self._blocks, self._groups, share, units)
         tasks.append(Task(self._units.matmul, units * -(-rows // ROW_TILE), (*addresses, *numbers)))
-        run_tasks(tasks, workers, x, sums, y)
+        run_tasks(tasks, workers, x, read, sums, y)
         return y if y.shape[1] == self._outputs else _without_padding(y, self._outputs)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -121,7 +142,7 @@ def _without_padding(y: Tensor, outputs: int) -> Tensor:
 
 def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None, group: int) -> None:
     outputs, width = codes.shape
-    dtype, count = ((torch.uint8, 2), (torch.int8, 1), (torch.bfloat16, 0))[kind]
+    dtype, count = ((torch.uint8, 2), (torch.int8, 1), (torch.bfloat16, 0), (torch.uint8, 2))[kind]
     if codes.dtype != dtype:
         raise ValueError(f"codes of {KINDS[kind]} must be {dtype}, not {codes.dtype}")
     if group not in GROUPS or (factors and width % group):
@@ -163,7 +184,7 @@ def _pack_rows(kind: int, codes: Tensor, factors: list[Tensor], wide: bool) -> T
     """The same of whole blocks of rows. A group of codes without scales is one chunk."""
     groups = factors[0].shape[1] if factors else codes.shape[1] // CHUNK
     pairs = codes.unflatten(0, (-1, BLOCK)).unflatten(2, (groups, -1, 2)).permute(0, 2, 3, 1, 4)
-    if kind == P_INT4:
+    if kind in WITH_MINIMA:
         four = pairs.unflatten(2, (-1, 4)).int()  # [M / 16, groups, vectors, pair, 16, 2]
         words = four[:, :, :, 0] | four[:, :, :, 1] << 4 | four[:, :, :, 2] << 8 | four[:, :, :, 3] << 12
         parts = [torch.stack((words & 0xFF, words >> 8), dim=-1).to(torch.uint8)]

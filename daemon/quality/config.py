@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepinfer.daemon.config import EngineConfig
+from deepinfer.daemon.config import W4_ACTIVATIONS, EngineConfig
 from deepinfer.daemon.setting import ConfigError, check_values, numbers_of, setting, settings_of
 from deepinfer.kernels import CODECS, resolve_kv_format
 
@@ -33,6 +33,12 @@ class KvQuality:
     threads: int | None = setting(None, "CPU threads. [default: all cores it may use]", low=1)
     dtype: str = setting(
         "fp32", "Compute dtype, and the KV format that the others are compared with.", _CHOICES["dtype"]
+    )
+    w4_activations: str = setting(
+        "auto",
+        "What 4-bit weights meet, as `start` has it. int8: every format, that of the compute dtype too, is compared "
+        "with the compute dtype and activations that are not rounded.",
+        W4_ACTIVATIONS,
     )
     kv_key_bias: str = setting("auto", "How biased keys are stored, as `start` has it.", _CHOICES["kv_key_bias"])
     positions: int = setting(1534, "Teacher-forced positions that are compared.", low=1)

@@ -21,10 +21,11 @@ from deepinfer.daemon.setting import ConfigError
 from deepinfer.kernels import KVFormat, resolve_kv_format
 from deepinfer.kernels.cpu_runtime import configure_threads
 from deepinfer.kernels.devices import DeviceError, open_device
+from deepinfer.kernels.ops import Ops
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model import Model, load_model, load_tokenizer, open_checkpoint, resolve_model
 from deepinfer.stages.model.key_bias import KeyBiasRule
-from deepinfer.stages.model.precision import choose_dtype
+from deepinfer.stages.model.precision import choose_dtype, has_packed
 
 
 def run_kv_quality(settings: KvQuality, output: Path | None, plot: Path | None) -> int:
@@ -55,7 +56,7 @@ def _measure(settings: KvQuality) -> dict[str, Any]:
             f"model is {models.max_context}"
         )
     base, *formats = models.formats()
-    model = models.model_for(base)
+    model = models.exact_for(base)
     paged = _paged(model, base, tokens, settings.chunk)
     exact = measure_exact(paged, material, settings.skip, settings.new_tokens)
     eos = frozenset(model.config.eos_token_ids)
@@ -107,21 +108,36 @@ class _Models:
         self.threads = settings.threads or len(os.sched_getaffinity(0))
         try:
             configure_threads(self.threads)
-            self.ops = open_device(settings.device)
+            self.exact_ops = open_device(settings.device)
+            self.ops = open_device(settings.device, settings.w4_activations)
         except (ValueError, DeviceError) as error:
             raise ConfigError(str(error)) from error
         self.path = resolve_model(settings.model)
         checkpoint = open_checkpoint(self.path)
         self._dtype = choose_dtype(settings.dtype, checkpoint.source.headers, self.ops.fast_bf16)
         self._biased, self.max_context = checkpoint.config.qkv_bias, checkpoint.config.max_context
+        packed = self._dtype == "bf16" and has_packed(checkpoint.source.headers)
         checkpoint.source.close()
-        self._loaded: tuple[str, Model] | None = None
+        if self.rounded and not packed:
+            raise ConfigError(
+                f"w4_activations is {settings.w4_activations!r}, which is for 4-bit weights in bf16 compute; "
+                f"{settings.model!r} in {self._dtype} has none: it must be auto",
+                "w4_activations",
+            )
+        self._loaded: tuple[str, Ops, Model] | None = None
+
+    @property
+    def rounded(self) -> bool:
+        """Whether activations are rounded."""
+        return self._settings.w4_activations != "auto"
 
     def formats(self) -> list[KVFormat]:
-        """The compute dtype first, then the others that are to be measured, each once. Raises ConfigError if there is
-        no other."""
+        """The compute dtype first, then those that are to be measured, each once: the others, and with rounded
+        activations the compute dtype as well. Raises ConfigError if there is none."""
         names = ["auto", *self._settings.format_names]
         found = {fmt.name: fmt for fmt in (resolve_kv_format(name, self._dtype) for name in names)}
+        if self.rounded:
+            return [next(iter(found.values())), *found.values()]
         if len(found) == 1:
             raise ConfigError(
                 f"formats is {self._settings.formats!r}; with compute dtype {self._dtype} that is what the others are "
@@ -130,14 +146,21 @@ class _Models:
             )
         return list(found.values())
 
+    def exact_for(self, fmt: KVFormat) -> Model:
+        """With activations in the compute dtype."""
+        return self._load(fmt, self.exact_ops if self.rounded else self.ops)
+
     def model_for(self, fmt: KVFormat) -> Model:
+        return self._load(fmt, self.ops)
+
+    def _load(self, fmt: KVFormat, ops: Ops) -> Model:
         variant = fmt.k.name if self._biased else ""
-        if self._loaded is None or self._loaded[0] != variant:
+        if self._loaded is None or self._loaded[:2] != (variant, ops):
             self._loaded = None
             rule = KeyBiasRule(self._settings.kv_key_bias, fmt.k)
-            model = load_model(open_checkpoint(self.path), self._dtype, key_bias=rule, ops=self.ops)
-            self._loaded = (variant, model)
-        return self._loaded[1]
+            model = load_model(open_checkpoint(self.path), self._dtype, key_bias=rule, ops=ops)
+            self._loaded = (variant, ops, model)
+        return self._loaded[2]
 
 
 def _described(model: Model) -> dict[str, object]:

@@ -31,7 +31,8 @@ def gate_failures(report: Mapping[str, Any]) -> list[str]:
 def print_report(report: Mapping[str, Any]) -> None:
     base, engine = report["baseline"], report["engine"]
     click.echo(
-        f"{report['model']} on {engine['device']}, compute {engine['compute_dtype']}; {base['positions']} positions; "
+        f"{report['model']} on {engine['device']}, compute {engine['compute_dtype']}{_rounding(report)}; "
+        f"{base['positions']} positions; "
         f"against KV {base['format']}: perplexity {base['perplexity']:.2f}, passkeys {_hits(base['passkeys'])}"
     )
     click.echo(_ROW.format(*_HEAD))
@@ -51,6 +52,11 @@ def print_report(report: Mapping[str, Any]) -> None:
         )
     for failure in report["gate"]["failed"]:
         click.secho(f"FAILED {failure}", fg="red")
+
+
+def _rounding(report: Mapping[str, Any]) -> str:
+    rounded = report["settings"]["w4_activations"]
+    return "" if rounded == "auto" else f", 4-bit weights meet {rounded} activations"
 
 
 def _hits(passkeys: list[bool]) -> str:

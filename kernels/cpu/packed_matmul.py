@@ -23,13 +23,16 @@ from deepinfer.kernels.cpu.memory import (
 )
 from deepinfer.kernels.cpu.packed_products import (
     BLOCK,
+    CHUNK,
     CODE_BITS,
     P_BF16,
     P_INT4,
+    P_INT4_A8,
     P_INT8,
     group_sum,
     packed_products,
     record_bytes,
+    round_to_bytes,
 )
 from deepinfer.kernels.cpu.tasks import unit
 
@@ -77,9 +80,12 @@ class PackedUnits(NamedTuple):
     matmul: int
     """(x bf16 [rows, groups * group], w records [blocks, groups], bias fp32 [16 * blocks], sums fp32 [rows, groups],
     y [rows, 16 * blocks], rows, blocks, groups, blocks of a unit, units of a row tile). All are contiguous. Unit u
-    takes the rows of the tile u // units and its share of the blocks."""
+    takes the rows of the tile u // units and its share of the blocks. P_INT4_A8: x and sums are what `bytes` wrote."""
     sums: int
     """(x, sums, groups): sums of x by group, a row for each unit."""
+    bytes: int
+    """(x, sums, groups, codes): for each unit a row of x, rounded to `codes` int8 [groups * group]; its sums by group
+    and behind them the scales of its chunks, fp32 [groups + groups * group / 32]."""
     rows: int
     """(ids int32, w, out fp32 [ids, width], groups, width): a row of the weights for each unit."""
 
@@ -90,6 +96,8 @@ def packed_units(kind: int, group: int, wide: bool, out_bf16: bool) -> PackedUni
     record, is_wide = record_bytes(kind, group, wide), int(wide)
     out = BF16 if out_bf16 else FP32
     out_number, block_bytes = out.number, out.itemsize * BLOCK
+    rounded = kind == P_INT4_A8
+    x_bytes, factors = (1, 1 + group // CHUNK) if rounded else (2, 1)
 
     @unit
     def matmul(arguments, index, worker):  # type: ignore[no-untyped-def]
@@ -98,7 +106,7 @@ def packed_units(kind: int, group: int, wide: bool, out_bf16: bool) -> PackedUni
         num_blocks, groups = load_int(arguments + 48), load_int(arguments + 56)
         share, units = load_int(arguments + 64), load_int(arguments + 72)
         row, first = index // units * ROW_TILE, index % units * share
-        x_stride, sums_stride, y_stride = 2 * group * groups, 4 * groups, block_bytes * num_blocks
+        x_stride, sums_stride, y_stride = x_bytes * group * groups, 4 * factors * groups, block_bytes * num_blocks
         for block in range(first, min(first + share, num_blocks)):
             tile(
                 kind, group, is_wide, out_number, x + row * x_stride, x_stride, min(num_rows - row, ROW_TILE),
@@ -106,7 +114,8 @@ def packed_units(kind: int, group: int, wide: bool, out_bf16: bool) -> PackedUni
                 y + row * y_stride + block * block_bytes, y_stride,
             )  # fmt: skip
 
-    return PackedUnits(matmul.address, _sums_unit(group), _rows_unit(kind, group, wide))
+    rows = _rows_unit(P_INT4 if rounded else kind, group, wide)
+    return PackedUnits(matmul.address, _sums_unit(group), _bytes_unit(group) if rounded else 0, rows)
 
 
 @functools.cache
@@ -153,3 +162,22 @@ def _sums_unit(group: int) -> int:
             )  # fmt: skip
 
     return sums_of_row.address
+
+
+@functools.cache
+def _bytes_unit(group: int) -> int:
+    chunks = group // CHUNK
+
+    @unit
+    def bytes_of_row(arguments, index, worker):  # type: ignore[no-untyped-def]
+        groups = load_int(arguments + 16)
+        x = load_int(arguments) + 2 * group * groups * index
+        sums = load_int(arguments + 8) + 4 * groups * (1 + chunks) * index
+        codes = load_int(arguments + 24) + group * groups * index
+        for g in range(groups):
+            total = np.float32(0.0)
+            for chunk in range(g * chunks, (g + 1) * chunks):
+                total += round_to_bytes(x + 2 * CHUNK * chunk, codes + CHUNK * chunk, sums + 4 * (groups + chunk))
+            store_float(sums + 4 * g, total)
+
+    return bytes_of_row.address

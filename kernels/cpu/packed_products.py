@@ -7,14 +7,19 @@ sums depends on K and the group alone, so that one row and many rows are bit-equ
 The weights of sixteen outputs and one group are a record: codes [group / 2, 16, 2] (pair of k, output, k of the
 pair), then sixteen scales, then for 4-bit codes sixteen minima. 4-bit codes lie four pairs in a vector of 64
 bytes: bits 4 i .. 4 i + 3 of its 16-bit word number 2 * output + (k of the pair) belong to its pair i.
+
+Activations may also be rounded to 8 bits, each `CHUNK` of a row by its own scale, and be multiplied with 4-bit codes
+in integers: four k for one instruction (AVX512-VNNI). The records are the same. The four bytes of an output then hold
+k = 0, 4, 1, 5 of eight in their lower halves and 2, 6, 3, 7 in their upper ones, and activations lie in that order.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numba.core.types as nt
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -33,19 +38,44 @@ from deepinfer.kernels.cpu.bf16_dot import (
     words,
 )
 from deepinfer.kernels.cpu.codecs import decode
-from deepinfer.kernels.cpu.vec16 import LANES, VF32, call, constant, fold_sum, fused, load, offset, store
+from deepinfer.kernels.cpu.vec16 import (
+    F32,
+    I32,
+    LANES,
+    VF32,
+    VI32,
+    call,
+    constant,
+    fold_max,
+    fold_sum,
+    fused,
+    load,
+    offset,
+    shuffle,
+    spread,
+    store,
+)
 
-P_INT4, P_INT8, P_BF16 = range(3)
-"""Kinds of weights: w = scale * code + minimum, w = scale * code, w = code."""
-CODE_BITS = (4, 8, 16)
-SCALES = (2, 1, 0)
+P_INT4, P_INT8, P_BF16, P_INT4_A8 = range(4)
+"""Kinds of weights: w = scale * code + minimum, w = scale * code, w = code; and the first for 8-bit activations."""
+CODE_BITS = (4, 8, 16, 4)
+SCALES = (2, 1, 0, 2)
 """Vectors of scales and minima in a record."""
+WITH_MINIMA = (P_INT4, P_INT4_A8)
 BLOCK = LANES
 """Outputs of a record."""
 CHUNK = 32
 """k that are multiplied between two looks at the loop counter; divides every group."""
 _CHAINS = 2
 """Sums of a chunk that do not wait for one another."""
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The k of eight in the order in which bytes hold them (see above)."""
+_BYTE_MAX = 127.0
+
+
+def vnni_available() -> bool:
+    """Whether this processor multiplies bytes four at a time (AVX512-VNNI)."""
+    return bool(binding.get_host_cpu_features().get("avx512vnni", False))
 
 
 def record_bytes(kind: int, group: int, wide: bool) -> int:
@@ -100,6 +130,23 @@ def _add_chunk(builder: Any, kind: int, rows: list[Any], codes: Any, chains: lis
             builder.store(value, slot)
 
 
+def _add_int8_chunk(builder: Any, rows: list[Any], scales: list[Any], codes: Any, sums: list[Any]) -> None:
+    """As `_add_chunk` for `CHUNK` k of 8-bit activations, whose scales are at the addresses `scales`."""
+    totals = [constant(0, VI32)] * len(rows)
+    low_bits = constant(0x0F0F0F0F, VI32)
+    for vector in range(CHUNK // len(_ORDER)):
+        packed = load(builder, offset(builder, codes, vector * VECTOR_BYTES), VI32)
+        upper = builder.lshr(packed, constant(4, VI32))
+        for half, word in enumerate((packed, upper)):
+            weights, at = builder.and_(word, low_bits), len(_ORDER) * vector + 4 * half
+            for r, place in enumerate(rows):
+                four = spread(builder, builder.load(builder.inttoptr(offset(builder, place, at), I32.as_pointer())))
+                totals[r] = call(builder, "llvm.x86.avx512.vpdpbusd.512", VI32, totals[r], weights, four)
+    for slot, total, scale in zip(sums, totals, scales, strict=True):
+        product = builder.sitofp(total, VF32)
+        builder.store(fused(builder, product, load_scalar(builder, scale), builder.load(slot)), slot)
+
+
 @intrinsic(prefer_literal=True)
 def packed_products(  # type: ignore[no-untyped-def]
     _typing, kind, group, wide, out, rows, x, x_stride, last, sums, sums_stride, w, groups, bias, y, y_stride
@@ -110,6 +157,7 @@ def packed_products(  # type: ignore[no-untyped-def]
         the others int64.
     x: bf16 rows, `x_stride` bytes apart; those beyond the row `last` are that row again, and so are y's.
     sums: for 4-bit codes fp32 [groups] of each row, the sums of x by group. w: `groups` records. bias: fp32.
+    For P_INT4_A8 x is what `round_to_bytes` writes, and behind the sums of a row are the scales of its chunks, fp32.
     """
     literals = _literal_values(kind, group, wide, out, rows)
     if literals is None:
@@ -117,7 +165,7 @@ def packed_products(  # type: ignore[no-untyped-def]
     number, width, is_wide, out_number, num_rows = literals
     codec = FP32 if is_wide else FP16
     code_bytes = BLOCK * width * CODE_BITS[number] // 8
-    chunk_bytes = code_bytes * CHUNK // width
+    chunk_bytes, chunks, x_bytes = code_bytes * CHUNK // width, width // CHUNK, 1 if number == P_INT4_A8 else 2
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, x_stride, last, sums, sums_stride, w, groups, bias, y, y_stride = args[5:]
@@ -126,7 +174,7 @@ def packed_products(  # type: ignore[no-untyped-def]
             row = ir.Constant(last.type, r)
             index.append(builder.select(builder.icmp_signed("<", row, last), row, last))
         totals = [cgutils.alloca_once(builder, VF32) for _ in index]
-        chains = [[cgutils.alloca_once(builder, VF32) for _ in range(_CHAINS)] for _ in index]
+        chains = [[cgutils.alloca_once(builder, VF32) for _ in range(_CHAINS if x_bytes == 2 else 1)] for _ in index]
         for total in totals:
             builder.store(load(builder, bias), total)
         x_rows, sum_rows, y_rows = (
@@ -137,19 +185,25 @@ def packed_products(  # type: ignore[no-untyped-def]
             record = _plus(builder, w, loop.index, record_bytes(number, width, bool(is_wide)))
             for slot in (slot for slots in chains for slot in slots):
                 builder.store(constant(0.0), slot)
-            with cgutils.for_range(builder, ir.Constant(groups.type, width // CHUNK)) as inner:
-                places = [
-                    _plus(builder, _plus(builder, row, loop.index, 2 * width), inner.index, 2 * CHUNK) for row in x_rows
-                ]
-                _add_chunk(builder, number, places, _plus(builder, record, inner.index, chunk_bytes), chains)
+            with cgutils.for_range(builder, ir.Constant(groups.type, chunks)) as inner:
+                chunk = _plus(builder, inner.index, loop.index, chunks)
+                places = [_plus(builder, row, chunk, x_bytes * CHUNK) for row in x_rows]
+                codes = _plus(builder, record, inner.index, chunk_bytes)
+                if number == P_INT4_A8:
+                    behind = builder.add(groups, chunk)
+                    scales = [_plus(builder, row, behind, 4) for row in sum_rows]
+                    _add_int8_chunk(builder, places, scales, codes, [slot for (slot,) in chains])
+                else:
+                    _add_chunk(builder, number, places, codes, chains)
             factors = [
                 decode(builder, codec.number, offset(builder, record, code_bytes + BLOCK * codec.itemsize * i))
                 for i in range(SCALES[number])
             ]
             for total, slots, summed in zip(totals, chains, sum_rows, strict=True):
-                value, product = builder.load(total), builder.fadd(*(builder.load(slot) for slot in slots))
+                value = builder.load(total)
+                product = functools.reduce(builder.fadd, [builder.load(slot) for slot in slots])
                 value = fused(builder, product, factors[0], value) if factors else builder.fadd(product, value)
-                if number == P_INT4:
+                if number in WITH_MINIMA:
                     in_group = load_scalar(builder, _plus(builder, summed, loop.index, 4))
                     value = fused(builder, in_group, factors[1], value)
                 builder.store(value, total)
@@ -175,3 +229,36 @@ def group_sum(_typing, group, x):  # type: ignore[no-untyped-def]
         return fold_sum(builder, total)
 
     return nt.float32(group, nt.int64), emit
+
+
+@intrinsic
+def round_to_bytes(_typing: Any, x: Any, codes: Any, scale: Any) -> Any:
+    """Rounds `CHUNK` bf16 at x to whole multiples of their largest magnitude / 127, which goes to `scale` (fp32), and
+    writes these as int8 in the order of `packed_products`. Returns their sum times the scale, in fp32. NaN or infinity
+    among them makes the scale NaN.
+    """
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, codes, scale_at = args
+        halves = [decode(builder, BF16.number, offset(builder, x, 2 * LANES * half)) for half in (0, 1)]
+        sizes = [call(builder, "llvm.fabs.v16f32", VF32, half) for half in halves]
+        largest = fold_max(builder, call(builder, "llvm.maxnum.v16f32", VF32, *sizes))
+        # Zero times any number is zero; times infinity or NaN it is NaN.
+        poison = fold_sum(builder, builder.fmul(builder.fadd(*sizes), constant(0.0)))
+        scale = builder.fadd(builder.fmul(largest, ir.Constant(F32, 1 / _BYTE_MAX)), poison)
+        builder.store(scale, builder.inttoptr(scale_at, F32.as_pointer()), align=4)
+        usable = builder.fcmp_ordered(">", scale, ir.Constant(F32, 0.0))
+        inverse = builder.select(usable, builder.fdiv(ir.Constant(F32, 1.0), scale), ir.Constant(F32, 0.0))
+        numbers = []
+        for half in halves:
+            steps = builder.fmul(half, spread(builder, inverse))
+            for bound, name in ((_BYTE_MAX, "minnum"), (-_BYTE_MAX, "maxnum")):
+                steps = call(builder, f"llvm.{name}.v16f32", VF32, steps, constant(bound))
+            numbers.append(call(builder, "llvm.rint.v16f32", VF32, steps))
+        whole = [builder.fptosi(number, VI32) for number in numbers]
+        order = [8 * eight + k for eight in range(CHUNK // 8) for k in _ORDER]
+        both = shuffle(builder, *whole, order)
+        store(builder, codes, builder.trunc(both, ir.VectorType(ir.IntType(8), CHUNK)), 1)
+        return builder.fmul(fold_sum(builder, builder.fadd(*numbers)), scale)
+
+    return nt.float32(nt.int64, nt.int64, nt.int64), emit

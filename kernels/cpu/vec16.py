@@ -203,6 +203,15 @@ def fold_sum(builder: Any, value: Any) -> Any:
     return _fold(builder, value, lambda a, b, _: builder.fadd(a, b))
 
 
+def fold_max(builder: Any, value: Any) -> Any:
+    """The largest lane. NaN lanes are passed over unless all are NaN."""
+
+    def larger(a: Any, b: Any, width: int) -> Any:
+        return call(builder, f"llvm.maxnum.v{width}f32", ir.VectorType(F32, width), a, b)
+
+    return _fold(builder, value, larger)
+
+
 @intrinsic
 def lane_sum(_typing: Any, value: Any) -> Any:
     """The sum of the lanes, by halves."""
@@ -218,10 +227,7 @@ def lane_max(_typing: Any, value: Any) -> Any:
     """The largest lane. NaN lanes are passed over unless all are NaN."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        def larger(a: Any, b: Any, width: int) -> Any:
-            return call(builder, f"llvm.maxnum.v{width}f32", ir.VectorType(F32, width), a, b)
-
-        return _fold(builder, args[0], larger)
+        return fold_max(builder, args[0])
 
     return nt.float32(vec16), emit
 

@@ -87,6 +87,11 @@ def is_table(name: str) -> bool:
     return _IN_LAYER.fullmatch(name) is None
 
 
+def has_packed(headers: Mapping[str, TensorHeader]) -> bool:
+    """Whether any matrix keeps its 4-bit codes in bf16 compute."""
+    return any(len(header.shape) == 2 and is_packed(name, headers) for name, header in headers.items())
+
+
 def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:
     """Whether a matrix keeps its 4-bit codes in bf16 compute: all that is fused with it must have codes as
     well, their columns in one order, and their rows fill the kernel's blocks. An embedding is never packed; a head is

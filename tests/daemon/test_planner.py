@@ -303,6 +303,18 @@ def test_the_plan_of_a_start_is_the_plan_of_the_command(tiny_path):
     assert running["num_blocks"] == shown["num_blocks"]
 
 
+def test_rounded_activations_are_refused_for_a_model_without_4_bit_weights(tiny_path, smollm2_path):
+    target = Target("cpu", False, False, None, 8 * GIB, 8 * GIB, 8 * GIB)
+    wish = EngineConfig(w4_activations="int8")
+    with pytest.raises(ConfigError, match="w4_activations is 'int8', which is for 4-bit weights in bf16 compute"):
+        demand_of(open_checkpoint(tiny_path), wish, target)
+    with pytest.raises(ConfigError, match="in fp32 has none: it must be auto"):
+        demand_of(open_checkpoint(smollm2_path), dataclasses.replace(wish, dtype="fp32"), target)
+    assert demand_of(open_checkpoint(smollm2_path), wish, target).dtype == "bf16"
+    with pytest.raises(ConfigError, match="w4_prefill 'bf16-copy'"):
+        dataclasses.replace(wish, w4_prefill="bf16-copy").check()
+
+
 def test_a_tied_eight_bit_table_is_counted_twice_where_the_head_has_its_own_order(smollm2_path):
     checkpoint = open_checkpoint(smollm2_path)
     config = EngineConfig(w4_prefill="int4")

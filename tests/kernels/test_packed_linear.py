@@ -6,11 +6,16 @@ import torch.nn.functional as F
 from matmul_cases import assert_rows_do_not_depend_on_the_batch, quantised_int4, quantised_int8, random
 
 from deepinfer.kernels import packed_linear
-from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT8
+from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT4_A8, P_INT8
+from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.kernels.linear import DenseLinear, W4A16Linear, W8A16Linear, dequantise
 from deepinfer.kernels.ops import CpuOps
 from deepinfer.kernels.packed_linear import PackedLinear
 
+needs_int8_dot = pytest.mark.skipif(
+    not (packed_linear.available() and packed_linear.vnni_available()),
+    reason="this processor has no AVX512-BF16 or no AVX512-VNNI",
+)
 needs_bf16_dot = pytest.mark.skipif(not packed_linear.available(), reason="this processor has no AVX512-BF16")
 ROWS = [1, 2, 3, 4, 5, 8, 9, 21, 64, 70]
 
@@ -68,6 +73,42 @@ def test_scales_take_half_the_memory_where_fp16_holds_them_exactly():
     assert_is_the_exact_product(too_large(x), x, int4_weight(codes, 1e5 * scales, minima, 32), None)
 
 
+def rounded_to_bytes(x):
+    """Each 32 of a row to whole multiples of their largest magnitude / 127, in fp32 as the kernel divides."""
+    pieces = x.float().unflatten(1, (-1, 32))
+    scale = pieces.abs().amax(-1, keepdim=True) * torch.tensor(1 / 127)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    return (torch.round(pieces * inverse).clamp(-127, 127).double() * scale.double()).flatten(1)
+
+
+@needs_int8_dot
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("shape", "group"), [((576, 576), 32), ((64, 32), 32), ((20, 64), 64), ((128, 256), 128), ((48, 512), 256)]
+)
+def test_activations_of_8_bits_are_multiplied_without_further_rounding(shape, group, rows):
+    codes, scales, minima = quantised_int4(*shape, group)
+    x, bias = random(rows, shape[1], seed=1, dtype=torch.bfloat16), random(shape[0])
+    weight = int4_weight(codes, scales, minima, group)
+    for dtype in (torch.bfloat16, torch.float32):
+        y = PackedLinear(P_INT4_A8, codes, scales, minima, bias, group, dtype)(x)
+        assert y.dtype == dtype
+        assert_is_the_exact_product(y, rounded_to_bytes(x), weight, bias.double())
+
+
+@needs_int8_dot
+def test_activations_that_8_bits_hold_lose_nothing():
+    """Rows of whole numbers whose largest is 127, beside rows of zeros."""
+    codes, scales, minima = quantised_int4(64, 128, 32)
+    x = torch.randint(-127, 128, (9, 128), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::32], x[4] = 127.0, 0.0
+    assert torch.equal(x.bfloat16().float(), x)
+    exact, rounded = (PackedLinear(kind, codes, scales, minima, None, 32) for kind in (P_INT4, P_INT4_A8))
+    assert torch.equal(rounded(x.bfloat16()), exact(x.bfloat16()))
+    other = random(9, 128, seed=2, dtype=torch.bfloat16)
+    assert not torch.equal(rounded(other), exact(other))
+
+
 @needs_bf16_dot
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", [(576, 576), (20, 32), (1000, 64)])
@@ -97,6 +138,8 @@ def every_kind(outputs, width):
     yield PackedLinear(P_INT4, codes, scales.half(), minima.half(), group=32, out_dtype=torch.float32)
     yield PackedLinear(P_INT8, *quantised_int8(outputs, width), out_dtype=torch.float32)
     yield PackedLinear(P_BF16, random(outputs, width, dtype=torch.bfloat16))
+    if packed_linear.vnni_available():
+        yield PackedLinear(P_INT4_A8, codes, scales, minima)
 
 
 @needs_bf16_dot
@@ -173,6 +216,20 @@ def test_with_them_packed_weights_serve_but_for_fp32():
     assert isinstance(ops.dense(random(32, 64, dtype=torch.bfloat16), None, True), PackedLinear)
     assert isinstance(ops.w8a16(*quantised_int8(32, 64)), PackedLinear)
     assert isinstance(ops.dense(random(32, 64), None, True), DenseLinear)
+
+
+def test_activations_are_rounded_only_where_that_is_asked_for_and_possible(monkeypatch):
+    def kind(ops):
+        return ops.w4a16(*quantised_int4(32, 64, 32), None, 32, batch_invariant=False, bf16_copy=False).kind
+
+    with pytest.raises(DeviceError, match="w4_activations is 'int8', which host-emulation does not have"):
+        open_device("host-emulation", "int8")
+    if packed_linear.available() and packed_linear.vnni_available():
+        assert kind(open_device("cpu", "int8")) == "w4a8 int8 dot"
+        assert kind(open_device("cpu")) == "w4a16 bf16 dot"
+    monkeypatch.setattr(packed_linear, "vnni_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"w4_activations is 'int8', which needs a processor with .*AVX512-VNNI"):
+        open_device("cpu", "int8")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from deepinfer.daemon.bench.peers.roster import PEERS, Peer
+from deepinfer.daemon.config import W4_ACTIVATIONS
 from deepinfer.daemon.setting import ConfigError, check_values, numbers_of, setting
 
 CHUNK = 256
@@ -40,6 +41,7 @@ class PeersBench:
     threads: int | None = setting(None, "CPU threads and cores of everybody. Default: all cores it may use.", low=1)
     kv_cache_dtype: str = setting("auto", "Our KV format, as `start` has it.")
     batch_invariant: bool = setting(False, "Our mode of bit-equal results, as `start` has it.")
+    w4_activations: str = setting("auto", "What our 4-bit weights meet, as `start` has it.", W4_ACTIVATIONS)
     concurrency: str = setting("1,4,8,16", "Numbers of streams that decode together.")
     contexts: str = setting("64,1024", "Prompt tokens of every stream that decodes.")
     prefill: str = setting("512", "Prompt tokens of the prompts whose prefill is measured.")

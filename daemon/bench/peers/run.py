@@ -52,7 +52,7 @@ def _kept_to_cores(count: int) -> Iterator[None]:
 def _measure(stack: ExitStack, bench: PeersBench, pythons: Mapping[str, str]) -> dict[str, Any]:
     client = stack.enter_context(started_daemon(*_daemon_options(bench)))
     status = client.status()
-    members, fairness = {OURS: Member(Ours(client), False)}, {OURS: _our_facts(client)}
+    members, fairness = {OURS: Member(Ours(client), False)}, {OURS: _our_facts(client, bench)}
     absent = {}
     sizes = {"streams": bench.most_streams, "tokens": bench.most_tokens}
     options = {"model": str(resolve_model(bench.model)), "threads": bench.num_threads, **sizes}
@@ -119,17 +119,18 @@ def _daemon_options(bench: PeersBench) -> list[str]:
     return [
         *("--model", bench.model, "--threads", str(bench.num_threads), "--kv-cache-dtype", bench.kv_cache_dtype),
         *("--max-cache", str(tokens), "--max-running", str(max(64, bench.most_streams)), "--no-prefix-cache"),
+        *("--w4-activations", bench.w4_activations),
         *(["--batch-invariant"] if bench.batch_invariant else []),
     ]
 
 
-def _our_facts(client: Client) -> dict[str, Any]:
+def _our_facts(client: Client, bench: PeersBench) -> dict[str, Any]:
     engine = client.status()["engine"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in engine["linears"].items())
     return {
         "version": conditions()["versions"]["deepinfer-daemon"],
         "weights": f"{kinds}; head {engine['head']}",
-        "activations": engine["compute_dtype"],
+        "activations": engine["compute_dtype"] if bench.w4_activations == "auto" else bench.w4_activations,
         "kv_cache": engine["kv_cache_dtype"],
         "threads": engine["threads"],
         "starts_together": False,

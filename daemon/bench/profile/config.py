@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepinfer.daemon.config import EngineConfig
+from deepinfer.daemon.config import W4_ACTIVATIONS, EngineConfig
 from deepinfer.daemon.setting import ConfigError, check_values, numbers_of, setting
 from deepinfer.stages.memory.sizes import blocks_for
 
@@ -21,6 +21,7 @@ class ProfileBench:
     kv_cache_dtype: str = setting("auto", "KV format, as `start` has it.")
     threads: int | None = setting(None, "CPU threads of the engine. Default: all cores it may use.", low=1)
     batch_invariant: bool = setting(False, "The mode of bit-equal results, as `start` has it.")
+    w4_activations: str = setting("auto", "What 4-bit weights meet, as `start` has it.", W4_ACTIVATIONS)
     concurrency: str = setting("1,4,8,16", "Rows of the decode steps.")
     context: int = setting(64, "Prompt tokens behind which every row decodes.", low=1)
     prefill: str = setting("256,512", "Rows of the prefill chunks.")
@@ -73,5 +74,5 @@ class ProfileBench:
         ]
 
     def _wishes(self) -> dict:
-        names = ("model", "device", "dtype", "kv_cache_dtype", "threads", "batch_invariant")
+        names = ("model", "device", "dtype", "kv_cache_dtype", "threads", "batch_invariant", "w4_activations")
         return {name: getattr(self, name) for name in names}

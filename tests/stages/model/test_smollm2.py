@@ -14,6 +14,8 @@ from executor_runner import Runner
 from reference import greedy_ids, teacher_forced_logits
 from transformers import PreTrainedModel
 
+from deepinfer.kernels import packed_linear
+from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import Checkpoint, Model, Tokenizer, load_model, load_tokenizer, open_checkpoint
 
 PROMPTS = ["def fibonacci(n):\n", "你好！请介绍一下北京的历史。"]
@@ -71,6 +73,24 @@ def test_packed_weights_in_bf16_stay_near_the_fp32_distribution(
     print(f"{w4_prefill}: mean KL {kld:.2e} nats, top-1 {100 * agree:.1f} % over {len(ids)} positions")
     assert kld < 3e-3
     assert agree > 0.95
+
+
+@pytest.mark.skipif(not packed_linear.vnni_available(), reason="this processor has no AVX512-VNNI")
+def test_activations_of_8_bits_stay_near_those_of_bf16(
+    smollm2_path: Path, reference: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXT)
+    rows = {}
+    for name in ("auto", "int8"):
+        model = load_model(open_checkpoint(smollm2_path), ops=open_device("cpu", name))
+        assert list(model.describe()["linears"]) == ["w4a16 bf16 dot" if name == "auto" else "w4a8 int8 dot"]
+        rows[name] = Runner(model, "numba", "fp16").feed({0: ids}, all_rows=True)
+    kld, agree = _divergence(rows["int8"], rows["auto"])
+    print(f"int8 activations: mean KL {kld:.2e} nats, top-1 {100 * agree:.1f} % over {len(ids)} positions")
+    assert 0 < kld < 1e-2
+    assert agree > 0.93
+    kld, agree = _divergence(rows["int8"], teacher_forced_logits(reference, ids))
+    assert kld < 1e-2
 
 
 def test_loading_the_real_model_keeps_every_code(smollm2_path: Path) -> None:

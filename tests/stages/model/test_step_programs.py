@@ -70,6 +70,14 @@ def test_columns_in_act_order_are_part_of_the_recorded_step(tmp_path):
     assert programs.replays >= 5
 
 
+@pytest.mark.skipif(not packed_linear.vnni_available(), reason="this processor has no AVX512-VNNI")
+def test_steps_that_round_activations_to_8_bits_are_replayed_as_well(smollm2_path):
+    model = load_model(open_checkpoint(smollm2_path), ops=open_device("cpu", "int8"))
+    same, programs = random_run(model, "int8", seed=3, steps=12)
+    assert same
+    assert programs.in_use
+
+
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_any_number_of_threads_computes_the_same(model, monkeypatch, threads):
     """More workers than threads as well: the last ones then come when everything is done."""
