@@ -18,9 +18,12 @@ from deepinfer.kernels.cpu.attend import prefetch_tokens
 from deepinfer.kernels.cpu.bf16_tiles import (
     TILE,
     key_pairs,
+    largest_of,
     pair_accumulate,
     pair_scores,
     row_record,
+    softmax_weight,
+    spread_largest,
     store_pairs,
     value_pairs,
 )
@@ -30,17 +33,13 @@ from deepinfer.kernels.cpu.memory import load_half, store_float, store_int
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
-    exp_nonpositive,
     fma,
     keep_lanes,
-    lane_max,
     lane_sum,
-    larger,
     load_f32,
     mul,
     splat,
     store_f32,
-    sub,
 )
 
 _FP16, _INT8 = FP16.number, INT8.number
@@ -139,12 +138,13 @@ def _weigh(k_codec, v_codec, scores, sums, scales, low, high):  # type: ignore[n
     first, second = load_f32(scores), load_f32(scores + _VECTOR)
     if k_codec == _INT8:
         first, second = mul(first, load_f32(scales)), mul(second, load_f32(scales + _VECTOR))
-    first = keep_lanes(first, low, high, _LOWEST)
-    second = keep_lanes(second, low - LANES, high - LANES, _LOWEST)
+    if low > 0 or high < TILE:
+        first = keep_lanes(first, low, high, _LOWEST)
+        second = keep_lanes(second, low - LANES, high - LANES, _LOWEST)
     before = load_f32(sums + _VECTOR)
-    top = splat(lane_max(larger(before, larger(first, second))))
-    decay = exp_nonpositive(sub(before, top))
-    first, second = exp_nonpositive(sub(first, top)), exp_nonpositive(sub(second, top))
+    top = spread_largest(largest_of(before, largest_of(first, second)))
+    decay = softmax_weight(before, top)
+    first, second = softmax_weight(first, top), softmax_weight(second, top)
     store_f32(sums, fma(load_f32(sums), decay, add(first, second)))
     store_f32(sums + _VECTOR, top)
     store_f32(sums + 2 * _VECTOR, decay)

@@ -27,7 +27,20 @@ from deepinfer.kernels.cpu.bf16_dot import (
     round_pairs,
     spread_pair,
 )
-from deepinfer.kernels.cpu.vec16 import LANES, VF32, VI32, call, constant, load, offset, shuffle, store, vec16
+from deepinfer.kernels.cpu.vec16 import (
+    I32,
+    LANES,
+    VF32,
+    VI32,
+    call,
+    constant,
+    fused,
+    load,
+    offset,
+    shuffle,
+    store,
+    vec16,
+)
 
 TILE = 2 * LANES
 """Tokens of a tile, always aligned to a multiple of it in the context."""
@@ -232,6 +245,62 @@ def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, ind
         return context.get_dummy_value()
 
     return nt.void(count, dim, nt.int64, nt.int64, nt.int64, nt.int64), emit
+
+
+# 2^f for |f| <= 1/2, by the polynomial of degree 5 that is 1 at 0 and whose greatest relative error is least (1e-7).
+_EXP2 = (
+    *(1.326472716108287e-3, 9.671512837598022e-3, 5.5507337451964366e-2),
+    *(0.24022242082260747, 0.6931469775969838, 1.0),
+)
+_LOG2E, _LOG2E_REST = 1.4426950216293335, 1.925963033500011e-8
+"""The rest is what fp32 leaves of it."""
+_LOWEST_POWER = -200.0
+
+
+def _largest(builder: Any, a: Any, b: Any) -> Any:
+    """One instruction; b where one of them is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic
+def largest_of(_typing: Any, a: Any, b: Any) -> Any:
+    """The larger of both, lane by lane; b where one of them is NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _largest(builder, *args)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
+def spread_largest(_typing: Any, value: Any) -> Any:
+    """The largest lane, in every lane. Any lane may be passed over if one is NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        (value,) = args
+        for step in (8, 4, 2, 1):
+            value = _largest(builder, value, shuffle(builder, value, value, [lane ^ step for lane in range(LANES)]))
+        return value
+
+    return vec16(vec16), emit
+
+
+@intrinsic
+def softmax_weight(_typing: Any, score: Any, top: Any) -> Any:
+    """exp(score - top) for score <= top, with a relative error below 3e-7: exactly 1 where they are equal, exactly 0
+    far below and for -inf; NaN stays NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        below = _largest(builder, constant(_LOWEST_POWER / _LOG2E), builder.fsub(*args))
+        whole = call(builder, "llvm.rint.v16f32", VF32, builder.fmul(below, constant(_LOG2E)))
+        rest = fused(builder, below, constant(_LOG2E), builder.fneg(whole))
+        rest, series = fused(builder, below, constant(_LOG2E_REST), rest), constant(_EXP2[0])
+        for coefficient in _EXP2[1:]:
+            series = fused(builder, series, rest, constant(coefficient))
+        everywhere, as_set = ir.Constant(ir.IntType(16), -1), ir.Constant(I32, 4)
+        return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", VF32, series, whole, series, everywhere, as_set)
+
+    return vec16(vec16, vec16), emit
 
 
 @intrinsic
