@@ -202,7 +202,7 @@ def test_a_client_that_never_reads_does_not_stall_others_and_loses_its_streams(d
             other.join(60)
             assert served == [20] * 5
             assert beside
-        assert front.memory_info().rss - before < 60 << 20
+        assert front.memory_info().rss - before < 16 << 20
         endings = []
         while len(endings) < 60 and deaf.poll(3000):
             event = msgpack.unpackb(deaf.recv())
