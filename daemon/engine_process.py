@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
+from deepinfer.daemon.garbage import spare_what_stays
 from deepinfer.daemon.log import configure_logging, set_level
 from deepinfer.daemon.stacks import dump_on_signal
 from deepinfer.daemon.topology import Topology
@@ -144,6 +145,7 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     arrived.wait()
     host.start(context, topology, Vocabulary(**vocabulary), record=FlightRecord(record))
     pulse.of = host.pulses
+    spare_what_stays()
     link.send(EngineReady(summary=host.summary(), pid=os.getpid()))
     host.wait()
     failure = host.failure()

@@ -19,6 +19,7 @@ import zmq
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.control import ControlRequest, ControlStage
 from deepinfer.daemon.display import StartDisplay
+from deepinfer.daemon.garbage import spare_what_stays
 from deepinfer.daemon.gate import Gate, key_store
 from deepinfer.daemon.heap import Heap, resident_bytes
 from deepinfer.daemon.notify import ServiceManager
@@ -185,6 +186,7 @@ class Front:
         if self._announced is None:
             self.board.info["ready_seconds"] = round(time.monotonic() - began, 2)
             self._heap = Heap(resident_bytes(), time.monotonic())
+            spare_what_stays()
         connection = self._connection()
         if connection != self._announced:
             where = self.folder.publish(connection)

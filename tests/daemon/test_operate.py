@@ -124,6 +124,13 @@ def logged(daemon: Daemon) -> set[tuple[str, str]]:
     return {(entry["process"], entry["message"]) for entry in entries}
 
 
+def test_no_process_looks_for_garbage_in_what_it_holds_for_good(operated):
+    entries = [json.loads(line) for line in operated.daemon.log.read_text().splitlines()]
+    spared = {each["process"]: int(each["message"].split()[0]) for each in entries if "left out of" in each["message"]}
+    assert set(spared) == {"front", "engine"}
+    assert min(spared.values()) > 10_000
+
+
 def test_reload_takes_over_what_may_change_and_names_what_needs_a_restart(operated):
     daemon, path = operated.daemon, operated.settings
     with Client(operated.folder) as client:
