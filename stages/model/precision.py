@@ -102,6 +102,8 @@ def is_packed(name: str, headers: Mapping[str, TensorHeader]) -> bool:
         return name == HEAD and headers[name].group > 0 and headers[name].shape[0] % _PACK_ROWS == 0
     prefix, part = match.groups()
     together = next((group for group in FUSED if part in group), (part,))
-    found = [headers[prefix + member] for member in together]
+    found = [headers[prefix + member] for member in together if prefix + member in headers]
+    if len(found) < len(together):
+        return False  # Whoever asks for the missing one says so.
     has_codes = all(header.group > 0 for header in found) and len({header.order for header in found}) == 1
     return has_codes and sum(header.shape[0] for header in found) % _PACK_ROWS == 0

@@ -123,6 +123,14 @@ def test_parts_that_do_not_fit_one_another_are_named(what: str, tmp_path: Path) 
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_a_matrix_of_which_every_part_is_missing_is_named(method: str, tmp_path: Path) -> None:
+    folder = _folder(tmp_path, method)
+    folder.tensors = {name: tensor for name, tensor in folder.tensors.items() if not name.startswith(f"{UP}.")}
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        open_checkpoint(folder.write())
+
+
 def test_a_quantised_matrix_of_a_wrong_size_is_named_with_both_shapes(tmp_path: Path) -> None:
     folder = _folder(tmp_path, "awq", 128)
     for part in ("qweight", "qzeros", "scales"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,8 @@ from tiny_checkpoints import random_ids, tiny_model
 
 from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import Checkpoint, UnsupportedModelError, load_model, open_checkpoint
+from deepinfer.stages.model.quantisation import scheme_from_json
+from deepinfer.stages.model.quantised_source import QuantisedSource
 
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_hidden_layers": 2}
 UP = "model.layers.1.mlp.up_proj"
@@ -222,6 +226,26 @@ def test_a_head_of_four_bits_keeps_its_codes_and_gives_fp32_logits(method: str, 
 def test_act_order_with_neighbouring_groups_keeps_its_codes(tmp_path: Path) -> None:
     folder = _folder(tmp_path, "gptq", 128, desc_act=True)
     _check_weights(open_checkpoint(folder.write()), folder)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+WRITTEN = json.loads((GOLDEN / "quantised.json").read_text())["variants"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_gptqmodel_wrote_is_what_gptqmodel_reads(name: str, tmp_path: Path) -> None:
+    """Its own dequantised weights, rounded to fp16 as it has them; `make_golden.py` wrote the files."""
+    shutil.copyfile(GOLDEN / f"{name}.safetensors", tmp_path / "model.safetensors")
+    scheme = scheme_from_json({"quantization_config": WRITTEN[name]["config"]}, name)
+    assert scheme is not None
+    source = QuantisedSource(tmp_path, scheme, WRITTEN[name]["sha256"])
+    for matrix, wanted in WRITTEN[name]["sha256"].items():
+        weight = source.read(matrix)
+        assert hashlib.sha256(weight.half().numpy().tobytes()).hexdigest() == wanted, matrix
+        groups = source.read_int4(matrix)
+        assert groups is not None
+        assert torch.equal(torch.from_numpy(groups.dense()), weight)
+        assert (groups.order is not None) == ("act-order" in name)
 
 
 def test_a_group_size_beyond_the_row_is_the_whole_row(tmp_path: Path) -> None:
