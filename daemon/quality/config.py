@@ -41,6 +41,12 @@ class KvQuality:
         W4_ACTIVATIONS,
     )
     kv_key_bias: str = setting("auto", "How biased keys are stored, as `start` has it.", _CHOICES["kv_key_bias"])
+    key_offset: float = setting(
+        0.0,
+        "Added to three channels of every key in the first and the last layer, as large biases are: it shows what "
+        "storing them costs, inline and split. For fp32 compute.",
+        low=0,
+    )
     positions: int = setting(1534, "Teacher-forced positions that are compared.", low=1)
     window: int = setting(1024, "Tokens of each piece of the text, which begins with an empty context.", low=2)
     skip: int = setting(256, "Positions at the beginning of each piece that are not compared.", low=0)

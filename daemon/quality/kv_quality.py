@@ -13,6 +13,7 @@ import click
 
 from deepinfer.daemon.bench.conditions import conditions, model_sha256
 from deepinfer.daemon.quality.config import KvQuality
+from deepinfer.daemon.quality.key_offset import with_key_offset
 from deepinfer.daemon.quality.measure import measure_exact, measure_format
 from deepinfer.daemon.quality.paged import BLOCK_SIZE, PagedModel
 from deepinfer.daemon.quality.report import check_plot, gate_failures, print_report, write_plot
@@ -23,7 +24,7 @@ from deepinfer.kernels.cpu_runtime import configure_threads
 from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.kernels.ops import Ops
 from deepinfer.stages.memory.sizes import blocks_for
-from deepinfer.stages.model import Model, load_model, load_tokenizer, open_checkpoint, resolve_model
+from deepinfer.stages.model import Checkpoint, Model, load_model, load_tokenizer, open_checkpoint, resolve_model
 from deepinfer.stages.model.key_bias import KeyBiasRule
 from deepinfer.stages.model.precision import choose_dtype, has_packed
 
@@ -113,7 +114,7 @@ class _Models:
         except (ValueError, DeviceError) as error:
             raise ConfigError(str(error)) from error
         self.path = resolve_model(settings.model)
-        checkpoint = open_checkpoint(self.path)
+        checkpoint = self._open()
         self._dtype = choose_dtype(settings.dtype, checkpoint.source.headers, self.ops.fast_bf16)
         self._biased, self.max_context = checkpoint.config.qkv_bias, checkpoint.config.max_context
         packed = self._dtype == "bf16" and has_packed(checkpoint.source.headers)
@@ -146,6 +147,10 @@ class _Models:
             )
         return list(found.values())
 
+    def _open(self) -> Checkpoint:
+        checkpoint, offset = open_checkpoint(self.path), self._settings.key_offset
+        return with_key_offset(checkpoint, offset) if offset else checkpoint
+
     def exact_for(self, fmt: KVFormat) -> Model:
         """With activations in the compute dtype."""
         return self._load(fmt, self.exact_ops if self.rounded else self.ops)
@@ -158,7 +163,7 @@ class _Models:
         if self._loaded is None or self._loaded[:2] != (variant, ops):
             self._loaded = None
             rule = KeyBiasRule(self._settings.kv_key_bias, fmt.k)
-            model = load_model(open_checkpoint(self.path), self._dtype, key_bias=rule, ops=ops)
+            model = load_model(self._open(), self._dtype, key_bias=rule, ops=ops)
             self._loaded = (variant, ops, model)
         return self._loaded[2]
 

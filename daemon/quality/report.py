@@ -31,7 +31,7 @@ def gate_failures(report: Mapping[str, Any]) -> list[str]:
 def print_report(report: Mapping[str, Any]) -> None:
     base, engine = report["baseline"], report["engine"]
     click.echo(
-        f"{report['model']} on {engine['device']}, compute {engine['compute_dtype']}{_rounding(report)}; "
+        f"{report['model']} on {engine['device']}, compute {engine['compute_dtype']}{_changes(report)}; "
         f"{base['positions']} positions; "
         f"against KV {base['format']}: perplexity {base['perplexity']:.2f}, passkeys {_hits(base['passkeys'])}"
     )
@@ -54,9 +54,15 @@ def print_report(report: Mapping[str, Any]) -> None:
         click.secho(f"FAILED {failure}", fg="red")
 
 
-def _rounding(report: Mapping[str, Any]) -> str:
-    rounded = report["settings"]["w4_activations"]
-    return "" if rounded == "auto" else f", 4-bit weights meet {rounded} activations"
+def _changes(report: Mapping[str, Any]) -> str:
+    """Of the model, for what is measured."""
+    settings = report["settings"]
+    rounded, offset = settings["w4_activations"], settings["key_offset"]
+    parts = [
+        "" if rounded == "auto" else f", 4-bit weights meet {rounded} activations",
+        f", {offset:g} added to key channels (kv_key_bias {settings['kv_key_bias']})" if offset else "",
+    ]
+    return "".join(parts)
 
 
 def _hits(passkeys: list[bool]) -> str:

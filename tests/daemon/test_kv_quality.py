@@ -15,6 +15,7 @@ from tiny import MAX_CONTEXT, byte_tokenizer, save_tiny_qwen2
 
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.quality.config import OWN_TEXT, KvQuality
+from deepinfer.daemon.quality.key_offset import with_key_offset
 from deepinfer.daemon.quality.measure import divergence, first_divergence
 from deepinfer.daemon.quality.paged import PagedModel
 from deepinfer.daemon.quality.report import gate_failures
@@ -294,3 +295,44 @@ def test_keys_with_large_biases_are_stored_as_the_engine_would_store_them(tmp_pa
         rows[mode] = json.loads((tmp_path / mode).read_text())["formats"]["fp8_e4m3"]
     assert 0 < 3 * rows["auto"]["kld"]["mean"] < rows["inline"]["kld"]["mean"]
     assert rows["auto"]["kv_saturated"] == 0 < rows["inline"]["kv_saturated"]
+
+
+def test_large_constants_in_keys_cost_int8_its_precision_unless_they_are_stored_apart(tiny_path, tmp_path):
+    """The model with the constant in its exact cache is what all are compared with."""
+    klds = {}
+    for name, more in {
+        "without": (),
+        "inline": ("--key-offset", "300", "--kv-key-bias", "inline"),
+        "split": ("--key-offset", "300", "--kv-key-bias", "split"),
+        "auto": ("--key-offset", "300"),
+    }.items():
+        output = tmp_path / f"{name}.json"
+        result = run(tiny_path, "int8", *more, "--prompts", "1", "--new-tokens", "1", "--output", str(output))
+        assert result.exit_code == 0, result.output
+        klds[name] = json.loads(output.read_text())["formats"]["int8"]["kld"]["mean"]
+    assert klds["inline"] > 10 * klds["split"]
+    assert klds["split"] < 3 * klds["without"]
+    # auto leaves the exact cache, in fp32, inline: what is compared with differs in its last bits.
+    assert klds["auto"] == pytest.approx(klds["split"], rel=0.01)
+    assert "300 added to key channels (kv_key_bias auto)" in result.output
+
+
+def test_a_constant_in_keys_is_refused_where_it_would_mean_nothing(tmp_path):
+    path = save_tiny_qwen2(tmp_path, {7: 1.0})
+    result = run(path, "int8", "--key-offset", "300")
+    assert result.exit_code == 78
+    assert "key_offset is 300; queries and keys of this qwen2 have biases of their own: it must be 0" in result.output
+
+
+def test_a_constant_lies_in_the_channels_that_turn_least(tiny_path):
+    plain = open_checkpoint(tiny_path)
+    checkpoint = with_key_offset(plain, 5.0)
+    head_dim, layers = plain.config.head_dim, plain.config.num_layers
+    biases = {name for name in checkpoint.source.headers if name.endswith(".bias")}
+    assert len(biases) == 3 * layers
+    for name in biases:
+        heads = checkpoint.source.read(name).view(-1, head_dim)
+        offset = name.endswith("k_proj.bias") and any(f"layers.{layer}." in name for layer in (0, layers - 1))
+        channels = heads.abs().sum(0).nonzero().flatten().tolist()
+        assert channels == ([head_dim // 2 - 2, head_dim // 2 - 1, head_dim - 1] if offset else [])
+    plain.source.close()
