@@ -115,18 +115,24 @@ class Seen:
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1)
 
 
-def step_together(seen: Sequence[Seen]) -> float:
-    """Mean seconds of a decode step over all streams, while every one of them decodes: from the last first token to the
-    first last one, by the times at which tokens arrive. A mean, because a client that was put aside reads several steps
-    at once. Raises click.ClickException where they never decoded together."""
-    arrivals = [one.tokens for one in seen]
+def while_all_decode(arrivals: Sequence[Sequence[float]]) -> tuple[int, float]:
+    """Tokens of all streams, by the times at which each of their tokens arrived, and seconds: from the last first token
+    to the first last one. Zeros where the streams never decoded together."""
     begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
-    tokens = sum(begin < moment <= end for times in arrivals for moment in times)
-    if begin >= end or tokens < len(seen):
+    if begin >= end:
+        return 0, 0.0
+    return sum(begin < moment <= end for times in arrivals for moment in times), end - begin
+
+
+def step_together(seen: Sequence[Seen]) -> float:
+    """Mean seconds of a decode step over all streams while every one of them decodes. A mean, because a client that was
+    put aside reads several steps at once. Raises click.ClickException where they never decoded together."""
+    tokens, seconds = while_all_decode([one.tokens for one in seen])
+    if tokens < len(seen):
         raise click.ClickException(
             f"the first of {len(seen)} streams ended before the last one began; use more --max-new-tokens"
         )
-    return (end - begin) * len(seen) / tokens
+    return seconds * len(seen) / tokens
 
 
 def settled_counters(client: Client) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from deepinfer.clients import Client
-from deepinfer.daemon.bench.load import Streams, random_prompt
+from deepinfer.daemon.bench.load import Streams, random_prompt, while_all_decode
 from deepinfer.daemon.bench.peers.config import Arm, PeersBench
 from deepinfer.daemon.bench.peers.process import PeerFailed, Run
 
@@ -101,12 +101,12 @@ def _warm_arms(arms: Sequence[Arm]) -> list[Arm]:
 
 def rate_of(arm: Arm, run: Run) -> float:
     """Prefill: prompt tokens over the time to the first token. Decode: tokens per second over all streams while every
-    one of them decodes, from the last first token to the first last one. Raises PeerFailed if it never was."""
+    one of them decodes. Raises PeerFailed if that was never so."""
     if not all(run.arrivals):
         raise PeerFailed(f"{arm.name}: a stream ended without a token")
     if arm.kind == "prefill":
         return arm.context / run.arrivals[0][0]
-    begin, end = max(times[0] for times in run.arrivals), min(times[-1] for times in run.arrivals)
-    if end <= begin:
+    tokens, seconds = while_all_decode(run.arrivals)
+    if not seconds:
         raise PeerFailed(f"{arm.name}: one stream ended before the last one had begun; new_tokens is too small")
-    return sum(begin < moment <= end for times in run.arrivals for moment in times) / (end - begin)
+    return tokens / seconds
