@@ -120,8 +120,8 @@ def _filled(client: Client, status: Mapping[str, Any], least: int) -> dict[str, 
 
 def number_of_requests(blocks: int, size: int, longest: int, least: int) -> int:
     """As many as are asked for, more where that many do not fill the pool at three quarters of the longest, fewer where
-    a prompt and room to grow would not fit for each. Requests do not begin at one moment: the first may be well ahead of
-    the others, and must not be the longest that it can be before the pool is full."""
+    a prompt and room to grow would not fit for each. Requests do not begin at one moment: one that is well ahead of the
+    others must not end before the pool is full."""
     filling = -(-blocks * size // max(size, 3 * longest // 4))
     return max(1, min(max(least, filling), blocks // (1 + GROWTH_BLOCKS)))
 

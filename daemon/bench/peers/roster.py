@@ -28,13 +28,18 @@ def _transformers(name: str, dtype: str, continuous: bool) -> Peer:
     return Peer(name, "transformers", HERE / "adapter_transformers.py", options)
 
 
+def _openvino(name: str, rounds_activations: bool) -> Peer:
+    return Peer(name, "openvino-genai", HERE / "adapter_openvino.py", {"rounds_activations": rounds_activations})
+
+
 TRANSFORMERS_FP32 = _transformers("transformers-fp32", "fp32", False)
 PEERS = (
     TRANSFORMERS_FP32,
     _transformers("transformers-bf16", "bf16", False),
     _transformers("transformers-cb", "bf16", True),
     Peer("llama.cpp", "llama-cpp-python", HERE / "adapter_llama_cpp.py"),
-    Peer("openvino", "openvino-genai", HERE / "adapter_openvino.py"),
+    _openvino("openvino", True),
+    _openvino("openvino-bf16", False),
     Peer("vllm", "vllm"),
     Peer("sglang", "sglang"),
 )
