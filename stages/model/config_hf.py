@@ -65,7 +65,7 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
 
 def _activation(fields: ConfigFields, name: str) -> str:
     activation = fields.get(name, "silu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"{fields.where}: {name} {activation!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )

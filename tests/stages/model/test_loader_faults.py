@@ -190,6 +190,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) 
 REFUSED = {
     "family": ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: llama, mistral"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "an activation that is no name": ({"hidden_act": []}, r"hidden_act \[\]"),
     "quantisation": ({"quantization_config": {"quant_method": "fp8"}}, "quantisation 'fp8'"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
     "partial rotation": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
