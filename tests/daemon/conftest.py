@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+
+# Tests that were started with nohup would pass on to their daemons that SIGHUP is ignored, with which the kernel ends a
+# stopped engine whose front is gone.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

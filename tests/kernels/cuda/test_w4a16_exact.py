@@ -39,11 +39,15 @@ CASES = {
 }
 
 
+def parts_of(groups):
+    return [torch.from_numpy(part) for part in (groups.codes, groups.scales, groups.minima)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_weight_of_a_4_bit_file_is_multiplied_as_it_is(backend, name):
     make, kept = CASES[name]
     groups = make()
-    four = (torch.from_numpy(part) for part in groups)
+    four = parts_of(groups)
     linear = CudaW4A16Linear(backend, *four, None, groups.group, True, torch.float32)
     assert linear.tiles.minima == kept
     weights = torch.from_numpy(groups.dense())
@@ -56,7 +60,7 @@ def test_every_weight_of_a_4_bit_file_is_multiplied_as_it_is(backend, name):
 
 def test_the_wide_form_costs_four_bytes_a_group_more(backend):
     groups = CASES["Q4_K"][0]()
-    four = [torch.from_numpy(part) for part in groups]
+    four = parts_of(groups)
     linear = CudaW4A16Linear(backend, *four, None, 32, True)
     padded = -(-OUTPUTS // 32) * 32
     assert linear.weight_bytes == padded * INPUTS // 2 + 8 * padded * INPUTS // 32
