@@ -87,12 +87,7 @@ def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> D
     if config.max_context is not None and config.max_context > model.max_context:
         raise ConfigError(f"max_context is {config.max_context}; the model was made for at most {model.max_context}")
     dtype = choose_dtype(config.dtype, checkpoint.source.headers, target.fast_bf16)
-    if config.w4_activations == "int8" and not (dtype == "bf16" and has_packed(checkpoint.source.headers)):
-        raise ConfigError(
-            "w4_activations is 'int8', which is for 4-bit weights in bf16 compute; "
-            f"{config.model!r} in {dtype} has none: it must be auto",
-            "w4_activations",
-        )
+    check_w4_activations(config.w4_activations, config.model, dtype, checkpoint)
     copies = keeps_bf16_copies(config.w4_prefill) and not config.batch_invariant and not target.cuda_kernels
     weights = checkpoint.estimate_weight_bytes(dtype, copies, target.cuda_kernels)
     if model.tie_word_embeddings and _keeps_table_twice(checkpoint, config, target):
@@ -100,6 +95,16 @@ def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> D
     kv_format = format_of(config.kv_cache_dtype, dtype)
     layout = kv_format.layout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
     return Demand(model, dtype, weights, layout, kv_format)
+
+
+def check_w4_activations(wish: str, model: str, dtype: str, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if activations are to be rounded for 4-bit weights and there are none in this dtype."""
+    if wish != "auto" and not (dtype == "bf16" and has_packed(checkpoint.source.headers)):
+        raise ConfigError(
+            f"w4_activations is {wish!r}, which is for 4-bit weights in bf16 compute; {model!r} in {dtype} has none: "
+            "it must be auto",
+            "w4_activations",
+        )
 
 
 def _keeps_table_twice(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 from deepinfer.daemon.bench.conditions import conditions, model_sha256
+from deepinfer.daemon.planner import check_w4_activations
 from deepinfer.daemon.quality.config import KvQuality
 from deepinfer.daemon.quality.key_offset import with_key_offset
 from deepinfer.daemon.quality.measure import measure_exact, measure_format
@@ -26,7 +28,7 @@ from deepinfer.kernels.ops import Ops
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model import Checkpoint, Model, load_model, load_tokenizer, open_checkpoint, resolve_model
 from deepinfer.stages.model.key_bias import KeyBiasRule
-from deepinfer.stages.model.precision import choose_dtype, has_packed
+from deepinfer.stages.model.precision import choose_dtype
 
 
 def run_kv_quality(settings: KvQuality, output: Path | None, plot: Path | None) -> int:
@@ -117,14 +119,8 @@ class _Models:
         checkpoint = self._open()
         self._dtype = choose_dtype(settings.dtype, checkpoint.source.headers, self.ops.fast_bf16)
         self._biased, self.max_context = checkpoint.config.qkv_bias, checkpoint.config.max_context
-        packed = self._dtype == "bf16" and has_packed(checkpoint.source.headers)
-        checkpoint.source.close()
-        if self.rounded and not packed:
-            raise ConfigError(
-                f"w4_activations is {settings.w4_activations!r}, which is for 4-bit weights in bf16 compute; "
-                f"{settings.model!r} in {self._dtype} has none: it must be auto",
-                "w4_activations",
-            )
+        with closing(checkpoint.source):
+            check_w4_activations(settings.w4_activations, settings.model, self._dtype, checkpoint)
         self._loaded: tuple[str, Ops, Model] | None = None
 
     @property

@@ -110,28 +110,27 @@ def load_int32(_typing: Any, address: Any) -> Any:
     return nt.int64(nt.int64), emit
 
 
-@intrinsic
-def store_int32(_typing: Any, address: Any, value: Any) -> Any:
-    """Write the lower half of an int64."""
+def _store_low(bits: int) -> tuple[Any, Any]:
+    """What an intrinsic that writes so many of an int64's bits returns."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        low = builder.trunc(args[1], ir.IntType(32))
-        builder.store(low, builder.inttoptr(args[0], low.type.as_pointer()), align=4)
+        low = builder.trunc(args[1], ir.IntType(bits))
+        builder.store(low, builder.inttoptr(args[0], low.type.as_pointer()), align=bits // 8)
         return context.get_dummy_value()
 
     return nt.void(nt.int64, nt.int64), emit
+
+
+@intrinsic
+def store_int32(_typing: Any, address: Any, value: Any) -> Any:
+    """Write the lower half of an int64."""
+    return _store_low(32)
 
 
 @intrinsic
 def store_int16(_typing: Any, address: Any, value: Any) -> Any:
     """Write the lower quarter of an int64."""
-
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        low = builder.trunc(args[1], ir.IntType(16))
-        builder.store(low, builder.inttoptr(args[0], low.type.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return nt.void(nt.int64, nt.int64), emit
+    return _store_low(16)
 
 
 @intrinsic

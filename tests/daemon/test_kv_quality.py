@@ -336,3 +336,9 @@ def test_a_constant_lies_in_the_channels_that_turn_least(tiny_path):
         channels = heads.abs().sum(0).nonzero().flatten().tolist()
         assert channels == ([head_dim // 2 - 2, head_dim // 2 - 1, head_dim - 1] if offset else [])
     plain.source.close()
+
+
+def test_rounded_activations_are_refused_for_weights_that_never_meet_them(tiny_path):
+    result = run(tiny_path, "int8", "--dtype", "bf16", "--w4-activations", "int8")
+    assert result.exit_code == 78
+    assert "w4_activations is 'int8'" in result.output

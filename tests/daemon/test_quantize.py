@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
+from peak_memory import WATCH
 from reference import teacher_forced_logits
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_family, save_tiny_llama
@@ -290,32 +291,15 @@ def test_shards_hold_what_was_planned_and_the_index_names_them(tmp_path: Path) -
         again.finish()
 
 
-MEASURE = """
-import sys, threading, time
+MEASURE = f"""{WATCH}
 from pathlib import Path
-from deepinfer.kernels.openmp import limit_spinning
-limit_spinning()
 from deepinfer.daemon.quantize.config import Quantize
 from deepinfer.daemon.quantize.run import run_quantize
 
-def anonymous():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-def watch():
-    while not ended:
-        peaks.append(anonymous())
-        time.sleep(0.001)
-
 run_quantize(Quantize(kld="off", threads=1), sys.argv[1], Path(sys.argv[3]) / "first", None)
-peaks, ended = [anonymous()], False
-watcher = threading.Thread(target=watch)
-watcher.start()
-try:
+with watched() as grown:
     run_quantize(Quantize(kld="off", threads=1, shard_mib=4), sys.argv[2], Path(sys.argv[3]) / "second", None)
-finally:
-    ended = True
-    watcher.join()
-print(len(peaks), max(peaks) - peaks[0])
+print(len(grown), max(grown))
 """
 
 

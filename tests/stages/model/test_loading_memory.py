@@ -9,32 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_files import GGUFModelFile
+from peak_memory import WATCH
 from tiny_checkpoints import save, tiny_model
 
 from deepinfer.kernels import packed_linear
 
-MEASURE = """
-import sys, threading, time
-from deepinfer.kernels.openmp import limit_spinning
-limit_spinning()
+MEASURE = f"""{WATCH}
 from deepinfer.stages.model import load_model, open_checkpoint
 
-def anonymous():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-def watch():
-    while not ended:
-        peaks.append(anonymous())
-        time.sleep(0.0005)
-
 load_model(open_checkpoint(sys.argv[1]), "bf16")
-before, peaks, ended = anonymous(), [], False
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = load_model(open_checkpoint(sys.argv[2]), "bf16")
-ended = True
-watcher.join()
-print(len(peaks), model.weight_bytes, max(peaks) - before)
+with watched() as grown:
+    model = load_model(open_checkpoint(sys.argv[2]), "bf16")
+print(len(grown), model.weight_bytes, max(grown))
 """
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
 SLACK = 6 << 20
