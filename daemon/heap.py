@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 
 import psutil
+
+from deepinfer.stages.heap import trim_heap
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +27,17 @@ class Heap:
         self._resident = resident
         self._pause = SOON_SECONDS
         self._next = now + self._pause
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Only glibc has it.
 
     def look(self, now: float) -> None:
         """At most every two seconds anything is done, so it may be called as often as one likes."""
-        if self._trim is None or now < self._next:
+        if now < self._next:
             return
         before = resident_bytes()
         if before <= self._resident + GROWTH_BYTES:
             self._pause = SOON_SECONDS
+        elif not trim_heap():
+            self._pause = LATE_SECONDS
         else:
-            self._trim(0)
             given = before - resident_bytes()
             logger.debug("gave %.1f MiB back to the system", given / 2**20)
             self._pause = SOON_SECONDS if given >= GROWTH_BYTES else min(2 * self._pause, LATE_SECONDS)

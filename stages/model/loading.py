@@ -9,12 +9,12 @@ import torch
 
 from deepinfer.kernels.linear import Linear, RowTable
 from deepinfer.kernels.ops import CpuOps, Ops
+from deepinfer.stages.heap import trim_heap
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import EMBEDDING, HEAD
 from deepinfer.stages.model.embedding import DenseEmbedding, Embedding, HeadEmbedding, Int8Embedding, ScaledEmbedding
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.gguf_codes import Int8Groups
-from deepinfer.stages.model.heap import trim_heap
 from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.key_bias import INLINE, KeyBias, KeyBiasRule, log_choices, sample_keys
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model

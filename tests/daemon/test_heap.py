@@ -6,6 +6,7 @@ import pytest
 
 from deepinfer.daemon import heap
 from deepinfer.daemon.heap import GROWTH_BYTES, LATE_SECONDS, SOON_SECONDS, Heap
+from deepinfer.stages import heap as trimming
 
 USUAL = 100 << 20
 
@@ -28,7 +29,7 @@ class FakeProcess:
 def process(monkeypatch):
     process = FakeProcess()
     monkeypatch.setattr(heap, "resident_bytes", lambda: process.resident)
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: process)
+    monkeypatch.setattr(trimming.ctypes, "CDLL", lambda _: process)
     return process
 
 
@@ -72,7 +73,7 @@ def test_what_is_in_use_for_long_is_looked_at_ever_more_seldom_and_given_back_in
 
 
 def test_a_system_without_such_a_call_does_without_it(process, monkeypatch):
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(trimming.ctypes, "CDLL", lambda _: object())
     process.resident = 300 << 20
     looks(Heap(USUAL, 0.0), process, 100)
     assert process.trimmed == []
