@@ -28,7 +28,12 @@ class DaemonFailed(RuntimeError):
 
 
 class RealDaemon:
-    """`start` in the foreground of a process of its own. `with` starts nothing; it makes sure that nothing is left."""
+    """`start` in the foreground of a process of its own. `with` starts nothing; it makes sure that nothing is left.
+
+    A Ctrl-C is the run's alone, so the daemon has a process group of its own; but it stays in the run's session. Linux
+    shares the cores out among sessions first (autogroups), and where all cores are busy, those of one session have been
+    seen to keep every other one waiting for up to half a second. A run would measure that, and not the daemon.
+    """
 
     def __init__(self, options: Sequence[str]) -> None:
         self._home = Path(tempfile.mkdtemp(prefix="dk"))
@@ -36,7 +41,7 @@ class RealDaemon:
         self._log = self._home / "log"
         command = [sys.executable, "-m", "deepinfer.daemon.cli", "start", "--runtime-dir", str(self.folder), *options]
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
 
     def wait_ready(self) -> None:
         """Raises DaemonFailed."""

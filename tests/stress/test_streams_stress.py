@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import msgpack
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.stress.crowd import Crowd
+from deepinfer.daemon.stress.daemon import RealDaemon
 from deepinfer.daemon.stress.fairness import ARMS, BASELINE, READING, Fairness
 from deepinfer.daemon.stress.streams import stress_streams
 from deepinfer.daemon.stress.streams_config import StreamsConfig
@@ -30,6 +32,13 @@ def test_a_hundred_streams_leave_nothing_and_the_control_socket_answers(tiny_pat
     assert {check["name"]: check["failures"] for check in report["checks"] if not check["passed"]} == {}
     assert report["streams"]["status_answers"] > 0
     assert report["queued"]["connections"] == 1
+
+
+def test_the_daemon_of_a_run_shares_its_session_but_not_its_process_group():
+    with RealDaemon(["--model", "nothing-of-this-name"]) as daemon:
+        pid = daemon.process.pid
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid
 
 
 class FakeDaemon:
