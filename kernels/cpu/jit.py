@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import platformdirs
 
 
@@ -67,7 +69,15 @@ _units: list[Any] = []
 
 
 def compiled_unit(function: Callable[[int, int, int], None]) -> Any:
-    """Compile a function for `tasks`, as C calls it; `.address` is where it lies, for as long as the process lives."""
+    """Compile a function for `tasks`, as C calls it; `.address` is where it lies, for as long as the process lives.
+
+    Raises TypeError if it closes over anything but numbers. The disk cache's key is made of what is closed over, and a
+    compiled function is another one in every process: it would be compiled at every start and kept each time.
+    """
+    for name, value in inspect.getclosurevars(function).nonlocals.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(part, (int, float, np.generic)) for part in parts):
+            raise TypeError(f"{function.__qualname__} closes over {name}, which is no number: {value!r}")
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(CACHE_FOLDER / "units")
     try:

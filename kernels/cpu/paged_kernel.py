@@ -124,6 +124,46 @@ def rows_at_once(rows: int) -> int:
     return -(-rows // -(-rows // 4))
 
 
+@helper
+def table_of(arguments, row):  # type: ignore[no-untyped-def]
+    width = load_int(arguments + 8 * TABLE_WIDTH)
+    sequence = load_int32(load_int(arguments + 8 * ROW_SEQ) + 4 * row)
+    return carray(int32_pointer(load_int(arguments + 8 * TABLES) + 4 * sequence * width), (width,))
+
+
+@helper
+def write_of(  # type: ignore[no-untyped-def]
+    k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim, rounded,
+    arguments, layer, row, head,
+):  # fmt: skip
+    """`write_head` of a row of the batch; counts what it clamped and what was not finite."""
+    heads = layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]
+    row_bytes = act_bytes * (heads + layer[plan.NUM_KV_HEADS]) * head_dim
+    saturated, nonfinite = write_head(
+        k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
+        rounded, layer, table_of(arguments, row), load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row),
+        load_int(arguments + 8 * QKV) + row * row_bytes,
+        load_int(arguments + 8 * QUERIES) + 4 * row * heads * head_dim, head,
+        load_float(arguments + 8 * SCALE), load_float(arguments + 8 * EPS),
+    )  # fmt: skip
+    if saturated > 0:
+        add_int(load_int(arguments + 8 * COUNTERS) + 8 * SATURATED, saturated)
+    if nonfinite > 0:
+        add_int(load_int(arguments + 8 * COUNTERS) + 8 * NONFINITE, nonfinite)
+        set_byte(load_int(arguments + 8 * NONFINITE_ROWS) + row)
+
+
+@helper
+def tile_of(arguments, layer, head_dim, first, end, worker):  # type: ignore[no-untyped-def]
+    """Of rows first .. end of one sequence: its table, the positions, then queries, their stride in floats, the output
+    and the worker's scratch."""
+    positions = carray(int32_pointer(load_int(arguments + 8 * POSITIONS)), (end,))
+    scratch = load_int(arguments + 8 * SCRATCH) + worker * load_int(arguments + 8 * SCRATCH_BYTES)
+    row_floats = (layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]) * head_dim
+    queries, out = load_int(arguments + 8 * QUERIES), load_int(arguments + 8 * OUT)
+    return table_of(arguments, first), positions, queries, row_floats, out, scratch
+
+
 @functools.cache
 def attention_units(
     k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool, soft_cap: float, group: int
@@ -141,39 +181,25 @@ def attention_units(
     record, place = bf16_tiles.row_record(head_dim), places(head_dim)
     alone = rows_at_once(group)
 
-    @helper
-    def table_of(arguments, row):  # type: ignore[no-untyped-def]
-        width = load_int(arguments + 8 * TABLE_WIDTH)
-        sequence = load_int32(load_int(arguments + 8 * ROW_SEQ) + 4 * row)
-        return carray(int32_pointer(load_int(arguments + 8 * TABLES) + 4 * sequence * width), (width,))
+    @unit
+    def write(arguments, row, worker):  # type: ignore[no-untyped-def]
+        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        for head in range(layer[plan.NUM_KV_HEADS]):
+            write_of(
+                k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim, pairs,
+                arguments, layer, row, head,
+            )  # fmt: skip
 
-    @helper
-    def write_of(arguments, layer, row, head):  # type: ignore[no-untyped-def]
-        heads = layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]
-        row_bytes = act_bytes * (heads + layer[plan.NUM_KV_HEADS]) * head_dim
-        saturated, nonfinite = write_head(
-            k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
-            pairs, layer, table_of(arguments, row), load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row),
-            load_int(arguments + 8 * QKV) + row * row_bytes,
-            load_int(arguments + 8 * QUERIES) + 4 * row * heads * head_dim, head,
-            load_float(arguments + 8 * SCALE), load_float(arguments + 8 * EPS),
-        )  # fmt: skip
-        if saturated > 0:
-            add_int(load_int(arguments + 8 * COUNTERS) + 8 * SATURATED, saturated)
-        if nonfinite > 0:
-            add_int(load_int(arguments + 8 * COUNTERS) + 8 * NONFINITE, nonfinite)
-            set_byte(load_int(arguments + 8 * NONFINITE_ROWS) + row)
-
-    @helper
-    def attend_of(at_once, arguments, layer, first, end, head, worker):  # type: ignore[no-untyped-def]
-        row_floats = (layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]) * head_dim
-        table = table_of(arguments, first)
-        positions = carray(int32_pointer(load_int(arguments + 8 * POSITIONS)), (end,))
-        queries, out = load_int(arguments + 8 * QUERIES), load_int(arguments + 8 * OUT)
-        scratch = load_int(arguments + 8 * SCRATCH) + worker * load_int(arguments + 8 * SCRATCH_BYTES)
+    @unit
+    def attend(arguments, index, worker):  # type: ignore[no-untyped-def]
+        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        tile, head = index // layer[plan.NUM_KV_HEADS], index % layer[plan.NUM_KV_HEADS]
+        bounds = load_int(arguments + 8 * TILES) + 8 * tile
+        first, end = load_int32(bounds), load_int32(bounds + 4)
+        table, positions, queries, row_floats, out, scratch = tile_of(arguments, layer, head_dim, first, end, worker)
         if pairs:
             attend_pairs(
-                k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, at_once, record, place, layer,
+                k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, 4, record, place, layer,
                 table, positions, first, end, head, queries, row_floats, out, scratch,
             )  # fmt: skip
         else:
@@ -183,27 +209,26 @@ def attention_units(
             )  # fmt: skip
 
     @unit
-    def write(arguments, row, worker):  # type: ignore[no-untyped-def]
-        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
-        for head in range(layer[plan.NUM_KV_HEADS]):
-            write_of(arguments, layer, row, head)
-
-    @unit
-    def attend(arguments, index, worker):  # type: ignore[no-untyped-def]
-        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
-        num_kv = layer[plan.NUM_KV_HEADS]
-        tile = load_int(arguments + 8 * TILES) + 8 * (index // num_kv)
-        attend_of(4, arguments, layer, load_int32(tile), load_int32(tile + 4), index % num_kv, worker)
-
-    @unit
     def decode(arguments, index, worker):  # type: ignore[no-untyped-def]
         layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
-        num_kv = layer[plan.NUM_KV_HEADS]
-        row, head = index // num_kv, index % num_kv
+        row, head = index // layer[plan.NUM_KV_HEADS], index % layer[plan.NUM_KV_HEADS]
         if pairs:
             position = load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row)
             prefetch_first(k_bytes, v_bytes, head_dim, layer, table_of(arguments, row), head, position)
-        write_of(arguments, layer, row, head)
-        attend_of(alone, arguments, layer, row, row + 1, head, worker)
+        write_of(
+            k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim, pairs,
+            arguments, layer, row, head,
+        )  # fmt: skip
+        table, positions, queries, row_floats, out, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)
+        if pairs:
+            attend_pairs(
+                k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, alone, record, place, layer,
+                table, positions, row, row + 1, head, queries, row_floats, out, scratch,
+            )  # fmt: skip
+        else:
+            attend_unit(
+                k_codec, k_bytes, v_codec, v_bytes, biased, capped, cap, act_codec, act_bytes, head_dim, layer,
+                table, positions, row, row + 1, head, queries, row_floats, out, scratch,
+            )  # fmt: skip
 
     return AttentionUnits(write.address, attend.address, decode.address)

@@ -79,3 +79,15 @@ def test_formats_and_the_spin_limit_need_neither_torch_nor_numba():
         "assert limit_spinning({}) and not {'torch', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_unit_that_closes_over_a_compiled_function_is_refused_for_no_process_would_find_it_on_disk_again():
+    @jit.helper
+    def one_more(number):
+        return number + 1
+
+    def made(arguments, index, worker):
+        one_more(index)
+
+    with pytest.raises(TypeError, match="made closes over one_more"):
+        jit.compiled_unit(made)
