@@ -16,9 +16,10 @@ from deepinfer.kernels.cpu.packed_products import (
     P_INT4,
     P_INT4_A8,
     P_INT8,
-    WITH_MINIMA,
+    record_bytes,
     vnni_available,
 )
+from deepinfer.kernels.cpu.repack import pack_records
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
 
 KINDS = {
@@ -30,8 +31,8 @@ KINDS = {
 GROUPS = (32, 64, 128, 256)
 UNITS_OF_WORKER = 8
 """Pieces of a matmul for each thread: enough to even out their speeds, few enough to cost nothing."""
-_AT_ONCE, _ROWS_AT_ONCE = 1 << 17, 1 << 12
-"""Weights that are packed at a time, and rows whose scales are looked at."""
+_LOOKED_AT = 1 << 15
+"""Scales at a time: they stay in the cache, and torch wakes no other thread for so few."""
 COPY_ROWS = 16
 """More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
 
@@ -68,14 +69,16 @@ class PackedLinear:
         self.kind = KINDS[kind] + (" + bf16 copy" if copy is not None else "")
         self._outputs, self._width = codes.shape
         self._out_dtype, self._copy = out_dtype, copy
-        below, right = -self._outputs % BLOCK, -self._width % group
         wide = not all(_fit_half(part) for part in factors)
-        self._records = _pack(kind, codes, factors, wide, right, below)
-        self._bias = torch.zeros(self._outputs + below)
+        self._blocks, self._groups = -(-self._outputs // BLOCK), -(-self._width // group)
+        self._records = torch.empty((self._blocks, self._groups, record_bytes(kind, group, wide)), dtype=torch.uint8)
+        codes, factors = codes.contiguous(), [part.contiguous() for part in factors]
+        addresses = [part.data_ptr() for part in factors]
+        pack_records(kind, group, wide, codes.data_ptr(), addresses, self._records.data_ptr(), *codes.shape)
+        self._bias = torch.zeros(self._blocks * BLOCK)
         if bias is not None:
             self._bias[: self._outputs] = bias
-        self._blocks, self._groups = self._records.shape[:2]
-        self._padded_width = self._width + right
+        self._padded_width = self._groups * group
         self._number, self._group, self._wide = kind, group, wide
         self._units = packed_units(kind, group, wide, out_dtype == torch.bfloat16)
 
@@ -157,40 +160,4 @@ def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None,
 
 
 def _fit_half(factors: Tensor) -> bool:
-    return all(torch.equal(part.half().float(), part) for part in factors.split(_ROWS_AT_ONCE))
-
-
-def _pack(kind: int, codes: Tensor, factors: list[Tensor], wide: bool, right: int, below: int) -> Tensor:
-    """Records, uint8 [M / 16, K / group, record], of codes with so many more columns and rows of zeros. Made of some
-    rows at a time, so that little is held beside codes and records."""
-    step = BLOCK * max(1, _AT_ONCE // (BLOCK * (codes.shape[1] + right)))
-    last = (len(codes) - 1) // step * step
-    records: Tensor | None = None
-    for first in range(0, len(codes), step):
-        rows = slice(first, first + step)
-        more = below if first == last else 0
-        part = _pack_rows(
-            kind, F.pad(codes[rows], (0, right, 0, more)), [F.pad(p[rows], (0, 0, 0, more)) for p in factors], wide
-        )
-        if records is None:
-            records = torch.empty((len(codes) + below) // BLOCK, *part.shape[1:], dtype=torch.uint8)
-        records[first // BLOCK : first // BLOCK + len(part)] = part
-    if records is None:
-        raise ValueError("weights without rows")
-    return records
-
-
-def _pack_rows(kind: int, codes: Tensor, factors: list[Tensor], wide: bool) -> Tensor:
-    """The same of whole blocks of rows. A group of codes without scales is one chunk."""
-    groups = factors[0].shape[1] if factors else codes.shape[1] // CHUNK
-    pairs = codes.unflatten(0, (-1, BLOCK)).unflatten(2, (groups, -1, 2)).permute(0, 2, 3, 1, 4)
-    if kind in WITH_MINIMA:
-        four = pairs.unflatten(2, (-1, 4)).int()  # [M / 16, groups, vectors, pair, 16, 2]
-        words = four[:, :, :, 0] | four[:, :, :, 1] << 4 | four[:, :, :, 2] << 8 | four[:, :, :, 3] << 12
-        parts = [torch.stack((words & 0xFF, words >> 8), dim=-1).to(torch.uint8)]
-    else:
-        parts = [pairs.contiguous().view(torch.uint8)]
-    for factor in factors:
-        lanes = factor.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
-        parts.append((lanes if wide else lanes.half()).view(torch.uint8))
-    return torch.cat([part.flatten(2) for part in parts], dim=2)
+    return all(torch.equal(part.half().float(), part) for part in factors.flatten().split(_LOOKED_AT))

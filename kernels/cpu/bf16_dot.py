@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -28,6 +29,7 @@ _PAIRS = ir.VectorType(_BFloatType(), 2 * LANES)
 _HALF_PAIRS = ir.VectorType(_BFloatType(), LANES)
 
 
+@functools.cache
 def available() -> bool:
     """Whether this processor has AVX512-BF16."""
     return bool(binding.get_host_cpu_features().get("avx512bf16", False))

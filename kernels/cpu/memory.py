@@ -100,6 +100,16 @@ def load_int(_typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def load_unaligned(_typing: Any, address: Any) -> Any:
+    """One int64 at any address."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
+
+    return nt.int64(nt.int64), emit
+
+
+@intrinsic
 def load_int32(_typing: Any, address: Any) -> Any:
     """One int32, widened."""
 

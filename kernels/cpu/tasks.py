@@ -87,6 +87,14 @@ def _run(tasks, counters, num_workers):  # type: ignore[no-untyped-def]
             wait_for_others(task, counter)
 
 
+@compiled(numba.void(numba.int64[:, ::1]))
+def _run_alone(tasks):  # type: ignore[no-untyped-def]
+    for index in range(len(tasks)):
+        task = tasks.ctypes.data + 8 * index * TASK_INTS
+        for mine in range(load_int(task + 8 * _UNITS)):
+            call_unit(load_int(task + 8 * _FUNCTION), task + 8 * _FIRST_ARGUMENT, mine, 0)
+
+
 def bits(value: float) -> int:
     """A float as an argument; `memory.load_float` at its address reads it back."""
     return int(np.float32(value).view(np.int32))
@@ -103,6 +111,9 @@ class Program:
         self._counters = np.zeros((len(tasks), COUNTER_INTS), np.int64)
 
     def run(self, num_workers: int) -> None:
+        if num_workers == 1:
+            _run_alone(self._tasks)
+            return
         self._counters.fill(0)
         _run(self._tasks, self._counters, num_workers)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepinfer.kernels.cpu.repack import split_nibbles
 from deepinfer.stages.model.int4 import Int4Groups
 
 GROUP = 32
@@ -18,15 +19,13 @@ GROUP = 32
 
 def q4_0(raw: np.ndarray) -> Int4Groups:
     """raw uint8 [rows, bytes]: blocks of 18, w = d * (q - 8)."""
-    blocks = raw.reshape(raw.shape[0], -1, 18)
-    scales = _half(blocks, 0)
-    return Int4Groups(_nibbles(blocks[..., 2:]), scales, scales * np.float32(-8))
+    scales = _halves(raw, 18, 0)
+    return Int4Groups(_codes(raw, 18, 2, 16), scales, scales * np.float32(-8))
 
 
 def q4_1(raw: np.ndarray) -> Int4Groups:
     """raw uint8 [rows, bytes]: blocks of 20, w = d * q + m."""
-    blocks = raw.reshape(raw.shape[0], -1, 20)
-    return Int4Groups(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2))
+    return Int4Groups(_codes(raw, 20, 4, 16), _halves(raw, 20, 0), _halves(raw, 20, 2))
 
 
 def q4_k(raw: np.ndarray) -> Int4Groups:
@@ -36,11 +35,9 @@ def q4_k(raw: np.ndarray) -> Int4Groups:
     low, high, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 0x3F, (both & 0x0F) | ((low >> 2) & 0x30)], axis=-1)
     minima = np.concatenate([high & 0x3F, (both >> 4) | ((high >> 2) & 0x30)], axis=-1)
-    scale = _half(blocks, 0)[..., None] * scales.astype(np.float32)
-    minimum = _half(blocks, 2)[..., None] * minima.astype(np.float32)
-    quants = blocks[..., 16:].reshape(rows, -1, 4, GROUP)
-    codes = np.stack([quants & 0x0F, quants >> 4], axis=-2)
-    return Int4Groups(codes.reshape(rows, -1), scale.reshape(rows, -1), -minimum.reshape(rows, -1))
+    scale = _halves(raw, 144, 0)[..., None] * scales.astype(np.float32)
+    minimum = _halves(raw, 144, 2)[..., None] * minima.astype(np.float32)
+    return Int4Groups(_codes(raw, 144, 16, 32), scale.reshape(rows, -1), -minimum.reshape(rows, -1))
 
 
 class Int8Groups(NamedTuple):
@@ -54,16 +51,17 @@ def q8_0(raw: np.ndarray) -> Int8Groups:
     """raw uint8 [rows, bytes]: blocks of 34, w = d * q."""
     blocks = raw.reshape(raw.shape[0], -1, 34)
     codes = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(raw.shape[0], -1)
-    return Int8Groups(codes, np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0])
+    return Int8Groups(codes, raw.view(np.float16).reshape(raw.shape[0], -1, 17)[..., 0].copy())
 
 
 READERS = {"Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k}
 
 
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
+def _halves(raw: np.ndarray, block: int, at: int) -> np.ndarray:
+    """float32 [rows, blocks]: the fp16 `at` so many bytes of each block."""
+    return raw.view(np.float16).reshape(len(raw), -1, block // 2)[..., at // 2].astype(np.float32)
 
 
-def _nibbles(quants: np.ndarray) -> np.ndarray:
-    codes = np.concatenate([quants & 0x0F, quants >> 4], axis=-1)
-    return codes.reshape(codes.shape[0], -1)
+def _codes(raw: np.ndarray, block: int, at: int, run: int) -> np.ndarray:
+    """uint8 [rows, columns]: the nibbles of each block from byte `at` on, see `split_nibbles`."""
+    return split_nibbles(raw.reshape(-1, block)[:, at:], run).reshape(len(raw), -1)

@@ -77,7 +77,7 @@ class GGUFSource:
     def __init__(self, tensors: dict[str, GGUFTensor], config: ModelConfig):
         self._tensors, self._config = tensors, config
         paths = {tensor.path for tensor in tensors.values()}
-        self._bytes = {path: np.memmap(path, np.uint8, mode="c") for path in paths}
+        self._bytes = {path: np.asarray(np.memmap(path, np.uint8, mode="c")) for path in paths}
         self.headers = {name: _header(tensor) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:

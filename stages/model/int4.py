@@ -41,12 +41,16 @@ class Int4Groups(NamedTuple):
     def split(self, group: int) -> Int4Groups:
         """The same weights in groups of `group`, which divides the group they have: scales and minima repeated."""
         times = self.group // group
+        if times == 1:
+            return self
         scales, minima = self.scales.repeat(times, axis=1), self.minima.repeat(times, axis=1)
         return Int4Groups(self.codes, scales, minima, self.order)
 
 
 def joined(parts: Sequence[Int4Groups]) -> Int4Groups:
     """The rows of `parts`, whose columns are in one order, below one another, in the smallest of their groups."""
+    if len(parts) == 1:
+        return parts[0]
     group = min(part.group for part in parts)
     split = [part.split(group) for part in parts]
     codes, scales, minima = (np.concatenate([part[field] for part in split]) for field in range(3))

@@ -1,0 +1,143 @@
+"""Weights from the order of files into the order of kernels: one pass, all threads, nothing held beside source and
+target."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+
+from deepinfer.kernels.cpu.jit import helper
+from deepinfer.kernels.cpu.memory import (
+    load_float,
+    load_int,
+    load_int16,
+    load_int32,
+    load_unaligned,
+    store_float,
+    store_half,
+    store_int,
+    store_int16,
+    store_int32,
+)
+from deepinfer.kernels.cpu.packed_products import BLOCK, CODE_BITS, record_bytes
+from deepinfer.kernels.cpu.tasks import Program, Task, unit
+
+_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
+_SPLIT_BYTES = 1 << 15
+"""That a thread splits before it looks for more."""
+_WORTH_WAKING = 1 << 23
+"""Codes, which one thread takes about two milliseconds for."""
+
+
+def pack_records(
+    kind: int, group: int, wide: bool, codes: int, factors: Sequence[int], records: int, rows: int, width: int
+) -> None:
+    """Writes every record of a matrix, laid out as `packed_products` says.
+
+    codes: address of [rows, width]: uint8 0 .. 15, int8 or bf16. factors: of fp32 [rows, width / group], the scales and
+    the minima, as far as the kind has them. What fills up the last records is zero.
+    """
+    scales, minima = (*factors, 0, 0)[:2]
+    record = record_bytes(kind, group, wide)
+    sizes = (rows, width, -(-width // group), group, record, CODE_BITS[kind], len(factors), int(wide))
+    _run(Task(_pack_unit(), -(-rows // BLOCK), (codes, scales, minima, records, *sizes)), rows * width)
+
+
+def split_nibbles(blocks: np.ndarray, run: int) -> np.ndarray:
+    """Bytes that hold two codes as the codes, uint8 [blocks, 2 * bytes]: of each `run` bytes first the lower nibbles,
+    then the upper ones. blocks: uint8 [blocks, bytes], of neighbouring bytes. `run` is a multiple of 8."""
+    count, size = blocks.shape
+    if blocks.dtype != np.uint8 or blocks.strides[1] != 1 or size % run or run % 8:
+        raise ValueError(f"{blocks.dtype} blocks of {size}, {blocks.strides} apart, do not hold runs of {run} bytes")
+    out = np.empty((count, 2 * size), np.uint8)
+    share = max(1, _SPLIT_BYTES // size)
+    sizes = (count, blocks.strides[0], size, run, share)
+    _run(Task(_split_unit(), -(-count // share), (blocks.ctypes.data, out.ctypes.data, *sizes)), out.nbytes)
+    return out
+
+
+def _run(task: Task, num_bytes: int) -> None:
+    """On all threads if that is worth waking them for. Where others use the cores as well, it takes milliseconds."""
+    Program([task]).run(numba.get_num_threads() if num_bytes >= _WORTH_WAKING else 1)
+
+
+@helper
+def _eight_codes(address):  # type: ignore[no-untyped-def]
+    """Eight codes in as many nibbles: c0 c2 c4 c6 in the lower 16 bits, c1 c3 c5 c7 in the upper ones."""
+    codes = load_unaligned(address)
+    codes |= codes >> 12
+    return (codes & 0xFF) | (codes >> 24 & 0xFF00) | (codes << 8 & 0xFF0000) | (codes >> 16 & 0xFF000000)
+
+
+@helper
+def _pack_row(bits, codes, left, group, out):  # type: ignore[no-untyped-def]
+    """An output's codes of one group, of which `left` are there, into its lane of a record."""
+    if bits == 4:
+        for k in range(0, group, 8):
+            store_int32(out + BLOCK // 2 * k, _eight_codes(codes + k) if k < left else 0)
+    elif bits == 8:
+        for k in range(0, group, 2):
+            store_int16(out + BLOCK * k, load_int16(codes + k) if k < left else 0)
+    else:
+        for k in range(0, group, 2):
+            pair = 0
+            if k + 1 < left:
+                pair = load_int32(codes + 2 * k)
+            elif k < left:
+                pair = load_int16(codes + 2 * k) & 0xFFFF
+            store_int32(out + 2 * BLOCK * k, pair)
+
+
+@functools.cache
+def _pack_unit() -> int:
+    """(codes, scales, minima, records, and the sizes of `pack_records`): sixteen outputs for each unit."""
+
+    @unit
+    def pack(arguments, block, worker):  # type: ignore[no-untyped-def]
+        codes, records = load_int(arguments), load_int(arguments + 24)
+        rows, width, groups = load_int(arguments + 32), load_int(arguments + 40), load_int(arguments + 48)
+        group, record, bits = load_int(arguments + 56), load_int(arguments + 64), load_int(arguments + 72)
+        num_factors, wide = load_int(arguments + 80), load_int(arguments + 88)
+        code_bytes = max(1, bits // 8)
+        lane_bytes, factor_bytes = 2 if bits == 8 else 4, 4 if wide else 2
+        for g in range(groups):
+            out = records + (block * groups + g) * record
+            factors = out + BLOCK * group * bits // 8
+            for lane in range(BLOCK):
+                row = block * BLOCK + lane
+                left = min(group, width - g * group) if row < rows else 0
+                _pack_row(bits, codes + code_bytes * (row * width + g * group), left, group, out + lane_bytes * lane)
+                for number in range(num_factors):
+                    value = np.float32(0.0)
+                    if row < rows:
+                        value = load_float(load_int(arguments + 8 + 8 * number) + 4 * (row * groups + g))
+                    at = factors + factor_bytes * (number * BLOCK + lane)
+                    if wide:
+                        store_float(at, value)
+                    else:
+                        store_half(at, value)
+
+    return pack.address
+
+
+@functools.cache
+def _split_unit() -> int:
+    """(blocks, out, and the sizes of `split_nibbles`): `share` blocks for each unit."""
+
+    @unit
+    def split(arguments, index, worker):  # type: ignore[no-untyped-def]
+        blocks, out, count = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
+        stride, size, run = load_int(arguments + 24), load_int(arguments + 32), load_int(arguments + 40)
+        share = load_int(arguments + 48)
+        for block in range(index * share, min((index + 1) * share, count)):
+            for first in range(0, size, run):
+                source, target = blocks + block * stride + first, out + 2 * (block * size + first)
+                for at in range(0, run, 8):
+                    pairs = load_unaligned(source + at)
+                    store_int(target + at, pairs & _LOW_NIBBLES)
+                    store_int(target + run + at, pairs >> 4 & _LOW_NIBBLES)
+
+    return split.address
