@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from deepinfer.daemon.start_times import in_words
+
 WIDE = 240
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,7 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"passes {mib(engine['memory_plan']['activations'] + engine['memory_plan']['scratch'])}",
         ),
         ("swap", arena),
+        ("load", in_words(engine["load"])),
         ("endpoint", str(status["endpoint"])),
         *((name.replace("_", " "), status[name]) for name in WATCHED_BY if name in status),
     ]

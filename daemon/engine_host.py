@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.planner import demand_of, plan_memory
+from deepinfer.daemon.start_times import StartTimes
 from deepinfer.daemon.target import target_of
 from deepinfer.daemon.topology import Topology
 from deepinfer.kernels import BlockLayout
@@ -61,10 +62,9 @@ class EngineHost:
     `deepinfer.stages.model`.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress, times: StartTimes | None = None) -> None:
         config.check()
-        self.config = config
-        self.compute = ComputeThread()
+        self.config, self.times, self.compute = config, times or StartTimes(), ComputeThread()
         try:
             self.compute.run(self._load, progress)
         except BaseException:
@@ -95,11 +95,13 @@ class EngineHost:
         self.plan = plan_memory(config, demand, target)
         self.max_context = self.plan.context
         key_bias = KeyBiasRule(config.kv_key_bias, self.kv_format.k)
-        self.model = load_model(
-            checkpoint, demand.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
-        )
-        self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
-        self.arena = HostArena(self.plan.arena, layout.block_bytes, pin=self.ops.device.startswith("cuda"))
+        with self.times.part("weights"):
+            self.model = load_model(
+                checkpoint, demand.dtype, config.batch_invariant, config.w4_prefill, progress, key_bias, self.ops
+            )
+        with self.times.part("pool"):
+            self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
+            self.arena = HostArena(self.plan.arena, layout.block_bytes, pin=self.ops.device.startswith("cuda"))
         tables = self.model.rope_tables(self.max_context)
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         max_blocks = blocks_for(self.max_context, config.block_size)
@@ -267,6 +269,7 @@ class EngineHost:
         """What `start` prints and `status` shows: effective values, not wished ones."""
         return {
             "model": self.config.model,
+            "load": self.times.describe(self.model.file_bytes),
             **self.model.describe(),
             "rope": self.model.config.rope.named(self.max_context),
             "device": self.ops.name,

@@ -25,6 +25,7 @@ from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.garbage import spare_what_stays
 from deepinfer.daemon.log import configure_logging, set_level
 from deepinfer.daemon.stacks import dump_on_signal
+from deepinfer.daemon.start_times import StartTimes, in_words
 from deepinfer.daemon.topology import Topology
 from deepinfer.daemon.watchdog import Pulses
 from deepinfer.kernels.openmp import limit_spinning
@@ -137,16 +138,21 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     pulse.start()
     limit_spinning()
     link.progress("importing torch", 0, 0)
-    from deepinfer.daemon.engine_host import EngineHost, Vocabulary
+    times = StartTimes()
+    with times.part("imports"):
+        from deepinfer.daemon.engine_host import EngineHost, Vocabulary
 
-    host = EngineHost(config, link.progress)
+    host = EngineHost(config, link.progress, times)
     link.progress("compiling kernels", 0, 0)
-    host.warm_up()
+    with times.part("kernels"):
+        host.warm_up()
     arrived.wait()
     host.start(context, topology, Vocabulary(**vocabulary), record=FlightRecord(record))
     pulse.of = host.pulses
     spare_what_stays()
-    link.send(EngineReady(summary=host.summary(), pid=os.getpid()))
+    summary = host.summary()
+    logger.info("loaded: %s", in_words(summary["load"]))
+    link.send(EngineReady(summary=summary, pid=os.getpid()))
     host.wait()
     failure = host.failure()
     if failure is not None:

@@ -72,6 +72,11 @@ class Model:
         return total + sum(linear.weight_bytes for layer in self.layers for linear in layer.linears)
 
     @property
+    def file_bytes(self) -> int:
+        """Of the tensors that it was made of."""
+        return int(str(self.checkpoint["file_bytes"]))
+
+    @property
     def step_weight_bytes(self) -> int:
         """What a decode step of few rows reads of the weights: the least that memory bandwidth allows."""
         return self.head.step_bytes + sum(linear.step_bytes for layer in self.layers for linear in layer.linears)

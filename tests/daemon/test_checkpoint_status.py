@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_llama
 
+from deepinfer.daemon import start_times
 from deepinfer.daemon.display import summary_rows
 from deepinfer.daemon.engine import Engine
+from deepinfer.daemon.start_times import StartTimes, in_words
 from deepinfer.stages.model import CheckpointError, open_checkpoint
 
 SPELLINGS = ("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "{}_proj.output_scale")
@@ -66,3 +69,24 @@ def test_status_shows_what_was_found_and_the_answers_are_those_without_kv_scales
     shown = dict(summary_rows({**status, "endpoint": "ipc://somewhere"}))
     assert shown["weights"].startswith("safetensors: 21 x F32; kv scales (count 4, ")
     assert shown["weights"].endswith("used False)")
+
+
+def test_status_shows_how_long_the_parts_of_the_load_took_and_how_fast_weights_were_read(tmp_path: Path) -> None:
+    with Engine(_with_scales(tmp_path, "{}_scale"), num_blocks=16) as engine:
+        status = engine.status()
+    load = status["engine"]["load"]
+    assert list(load["seconds"]) == ["weights", "pool"]
+    assert load["weights_mb_per_s"] > 0
+    shown = dict(summary_rows({**status, "endpoint": "ipc://somewhere"}))
+    assert re.fullmatch(r"weights [\d.]+ s, pool [\d.]+ s; weights at [\d,]+ MB/s", shown["load"])
+
+
+def test_the_rate_of_a_load_is_that_of_the_files_tensors_over_the_seconds_of_weights_alone(monkeypatch) -> None:
+    times, clock = StartTimes(), iter([10.0, 12.5, 20.0, 20.25])
+    monkeypatch.setattr(start_times, "monotonic", lambda: next(clock))
+    for part in ("imports", "weights"):
+        with times.part(part):
+            pass
+    load = times.describe(50_000_000)
+    assert load == {"seconds": {"imports": 2.5, "weights": 0.25}, "weights_mb_per_s": 200.0}
+    assert in_words(load) == "imports 2.50 s, weights 0.25 s; weights at 200 MB/s"
