@@ -13,7 +13,7 @@ import msgpack
 import pytest
 import zmq
 from daemon_process import Daemon, running
-from examples import SECONDS, Example, c_example, faked, interrupted_after_first_text, node_example, started
+from examples import EXAMPLES, SECONDS, Example, c_example, faked, interrupted_after_first_text, node_example, started
 
 from deepinfer.clients import Client
 from deepinfer.clients.wire import pack_request
@@ -225,6 +225,12 @@ def test_its_subscriber_prints_metrics_and_finished_requests(example: Example, e
         record = take("requests", process.stdout)
     assert (record["prompt_tokens"], record["completion_tokens"]) == (len(UTF8_PROMPT.encode()), 3)
     assert record["instance"] == endless_daemon.connection["instance"]
+
+
+@pytest.mark.parametrize("name", ["metrics_subscriber.py", "node/metrics_subscriber.mjs", "c/metrics_subscriber.c"])
+def test_a_subscriber_takes_at_most_twenty_lines_of_code(name):
+    lines = (EXAMPLES / name).read_text().splitlines()
+    assert 10 < sum(bool(line) and not line.startswith(('"""', "//", "/*")) for line in lines) <= 20
 
 
 REQUESTS_AT_ONCE = """

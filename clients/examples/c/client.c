@@ -161,8 +161,7 @@ static int status(void)
     while (event.type == MP_NONE);
     if (mp_is(mp_get(event, "event"), "error"))
         return print_error(event);
-    mp_print(stdout, mp_get(event, "data"));
-    putchar('\n');
+    mp_print_line(stdout, mp_get(event, "data"));
     return 0;
 }
 

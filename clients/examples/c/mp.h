@@ -223,4 +223,12 @@ static inline void mp_print(FILE *to, mp_value value)
     }
 }
 
+/* A whole line at once, for whoever reads it through a pipe. */
+static inline void mp_print_line(FILE *to, mp_value value)
+{
+    mp_print(to, value);
+    fputc('\n', to);
+    fflush(to);
+}
+
 #endif
