@@ -21,6 +21,8 @@ from deepinfer.daemon.display import wide_console
 from deepinfer.daemon.top_frame import EVENTS_SHOWN, frame
 from deepinfer.stages.board import FINAL
 
+ROUTINE = frozenset({"preempted", "resumed", "swap"})
+"""Events that may come by the hundred a second, so that no other would stay in sight; the frame counts swaps."""
 PATIENCE_SECONDS = 5.0
 """Besides the interval of snapshots, after which a daemon that says nothing is asked for."""
 
@@ -37,7 +39,7 @@ class View:
             self._snapshots.append(message)
             return
         for event in message.get("events", [message]):
-            if not self._events or event["seq"] > self._events[-1]["seq"]:
+            if event["event"] not in ROUTINE and (not self._events or event["seq"] > self._events[-1]["seq"]):
                 self._events.append(event)
 
     def frame(self) -> Any:
@@ -93,6 +95,7 @@ def show_top(where: Path | Connection, once: bool) -> int:
                     console.print(shown, highlight=False)
                     return EXIT_READY
                 live.update(shown, refresh=True)
+        click.echo(f"the daemon has {message['event']}" + (f": {error}" if (error := message.get("error")) else ""))
     except NoDaemon as error:
         click.echo(str(error))
         return error.code

@@ -80,6 +80,7 @@ def _rows(at: Interval) -> list[tuple[str, RenderableType]]:
         ("latency", f"{first} to the first token  {between} between tokens"),
         ("swaps", swaps),
         ("stages", _stages(at)),
+        ("deaths", f"{at.value('engine_deaths_total')} of the engine"),
     ]
 
 
@@ -102,7 +103,7 @@ def _stages(at: Interval) -> Text:
         (f"{stage} ok  ", "green") if seconds < STILL_SECONDS else (f"{stage} stands for {seconds:.0f} s  ", "red")
         for stage, seconds in still.items()
     ]
-    return Text.assemble(*words, f"{at.value('engine_deaths_total')} engines died")
+    return Text.assemble(*words)
 
 
 def _bar(part: float, whole: float) -> str:

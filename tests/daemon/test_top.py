@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from deepinfer.daemon.top import View
+from deepinfer.daemon.top import View, show_top
 
 ENGINE = {"model": "m", "device": "cpu", "kv_cache_dtype": "int8"}
 BEFORE = {
@@ -71,7 +73,7 @@ def test_a_frame_needs_two_snapshots_and_shows_rates_between_them():
         "█" * 25 + "░" * 5,
         "5 out  3 in",
         "decode ok  offload stands for 4 s",
-        "1 engines died",
+        "1 of the engine",
     ):
         assert words in shown, shown
 
@@ -88,12 +90,36 @@ def test_nothing_is_made_up_while_there_is_no_engine():
 
 def test_events_show_once_however_often_they_come_and_the_latest_stay():
     view = View()
-    events = [{"v": 1, "seq": seq, "event": "preempted", "request": seq} for seq in range(9)]
+    events = [{"v": 1, "seq": seq, "event": "restarting", "number": seq} for seq in range(9)]
     view.take("events", events[7])
     view.take("replay/x", {"events": events[:8]})
     view.take("events", events[8])
     for time in (1.0, 2.0):
         view.take("metrics", snapshot(time, NOW))
     shown = text(view)
-    assert shown.count("#7 preempted") == 1
-    assert "#8 preempted  request 8" in shown
+    assert shown.count("#7 restarting") == 1
+    assert "#8 restarting  number 8" in shown
+
+
+def test_the_death_of_an_engine_stays_in_sight_however_often_requests_are_swapped():
+    view = View()
+    view.take("events", {"v": 1, "seq": 0, "event": "engine_died", "error": "it was killed"})
+    for seq in range(1, 300):
+        view.take("events", {"v": 1, "seq": seq, "event": ("preempted", "resumed", "swap")[seq % 3]})
+    for time in (1.0, 2.0):
+        view.take("metrics", snapshot(time, NOW))
+    assert "#0 engine_died  error it was killed" in text(view)
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({"event": "stopped"}, "the daemon has stopped\n"),
+        ({"event": "failed", "error": "no engine stays alive"}, "the daemon has failed: no engine stays alive\n"),
+    ],
+)
+def test_when_the_daemon_ends_the_view_says_how(monkeypatch, capsys, last, words):
+    told = [("metrics", snapshot(1.0, NOW)), ("events", {"v": 1, "seq": 0, **last})]
+    monkeypatch.setattr("deepinfer.daemon.top.messages", lambda where: iter(told))
+    show_top(Path("anywhere"), once=False)
+    assert capsys.readouterr().out.endswith(words)
