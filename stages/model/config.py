@@ -34,7 +34,7 @@ give, before that is added to the residual stream."""
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding over the whole head_dim, halves rotated ("neox"). Formulas: `stages.model.rope`."""
+    """Rotary embedding, halves rotated ("neox"). Formulas: `stages.model.rope`."""
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -49,9 +49,15 @@ class RopeConfig:
     attention_factor: float = 1.0
     """Multiplies cos and sin (yarn, longrope)."""
     frequency_divisors: tuple[float, ...] = ()
-    """head_dim / 2 numbers: of longrope, or from a GGUF file (`rope_freqs.weight`) in place of the llama3 formula."""
+    """One for each frequency: of longrope, or from a GGUF file (`rope_freqs.weight`) in place of the llama3 formula."""
     long_divisors: tuple[float, ...] = ()
     """Those of longrope for contexts beyond the original one."""
+    rotated: int = 0
+    """How many elements of a head are rotated, its first ones; 0: all of them."""
+
+    def size(self, head_dim: int) -> int:
+        """Of what is rotated."""
+        return self.rotated or head_dim
 
     def is_long(self, context: int) -> bool:
         """Whether positions of a context of so many tokens, the early ones too, have the frequencies of long ones."""
@@ -165,11 +171,18 @@ def check_sizes(layers: int, q_heads: int, kv_heads: int, head_dim: int, where: 
         raise CheckpointError(f"{where}: the head size is {head_dim}, expected a positive even number")
 
 
+def check_rotated(rotated: int, head_dim: int, what: str) -> None:
+    """Raises CheckpointError, which begins with `what`, for a number of elements that are no pairs of a head's."""
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise CheckpointError(f"{what} rotates {rotated} of the {head_dim} elements of a head, expected an even number")
+
+
 def check_divisors(rope: RopeConfig, head_dim: int, where: str) -> None:
     """Raises CheckpointError, naming the file `where`."""
+    wanted = rope.size(head_dim) // 2
     for divisors in (rope.frequency_divisors, rope.long_divisors):
-        if len(divisors) not in (0, head_dim // 2):
-            raise CheckpointError(f"{where}: RoPE has {len(divisors)} factors, expected {head_dim // 2}")
+        if len(divisors) not in (0, wanted):
+            raise CheckpointError(f"{where}: RoPE has {len(divisors)} factors, expected {wanted}")
 
 
 def context_length(rope: RopeConfig, stated: int, where: str) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-from deepinfer.stages.model.config import ModelConfig, RopeConfig, check_sizes, context_length
+from deepinfer.stages.model.config import ModelConfig, RopeConfig, check_rotated, check_sizes, context_length
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.families import ARCHITECTURES
 from deepinfer.stages.model.gguf_keys import ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT, GGUFKeys
@@ -39,13 +40,16 @@ def config_from_gguf(
     head_dim = keys.integer("attention.key_length", hidden // q_heads)
     num_layers = keys.integer("block_count")
     check_sizes(num_layers, q_heads, kv_heads, head_dim, where)
-    for name in ("attention.value_length", "rope.dimension_count"):
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    same = ("attention.value_length",) if family.partial_rope else ("attention.value_length", "rope.dimension_count")
+    for name in same:
         if keys.integer(name, head_dim) != head_dim:
             raise UnsupportedModelError(f"{where}: {name} {keys.get(name)} differs from the head size {head_dim}")
+    check_rotated(rotated, head_dim, f"{where}: rope.dimension_count")
     for name, values in divisors.items():
-        if len(values) != head_dim // 2:
-            raise CheckpointError(f"{where}: tensor {name} has {len(values)} values, expected {head_dim // 2}")
-    rope = _rope(keys, divisors)
+        if len(values) != rotated // 2:
+            raise CheckpointError(f"{where}: tensor {name} has {len(values)} values, expected {rotated // 2}")
+    rope = replace(_rope(keys, divisors), rotated=0 if rotated == head_dim else rotated)
     window = keys.integer("attention.sliding_window", 0, least=0)
     common = ModelConfig(
         family=family.name,

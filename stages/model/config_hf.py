@@ -41,7 +41,7 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any], wher
     head_dim = fields.integer("head_dim") if fields.get("head_dim") else hidden // q_heads
     num_layers = fields.integer("num_hidden_layers")
     check_sizes(num_layers, q_heads, kv_heads, head_dim, where)
-    rope = rope_from_json(fields)
+    rope = rope_from_json(fields, partial_of=head_dim if family.partial_rope else 0)
     check_divisors(rope, head_dim, where)
     common = ModelConfig(
         family=family.name,

@@ -19,6 +19,7 @@ from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.key_bias import INLINE, KeyBias, KeyBiasRule, log_choices, sample_keys
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
 from deepinfer.stages.model.precision import choose_dtype, is_packed, keeps_bf16_copies
+from deepinfer.stages.model.rope import row_order
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
 
 
@@ -151,10 +152,14 @@ class _Builder:
         config = self._config
         parts = ["qkv"] if config.fused_projections else ["q", "k", "v"]
         names = [f"model.layers.{layer}.self_attn.{part}_proj" for part in parts]
-        weights = self._weights(names)
+        weights, order = self._weights(names), row_order(config)
+        if order is not None:
+            weights = weights[torch.from_numpy(order)] if isinstance(weights, torch.Tensor) else weights.permuted(order)
         if not config.qkv_bias:
             return self._form(weights, None), None
         bias = torch.cat([self._reader.vector(f"{name}.bias") for name in names])
+        if order is not None:
+            bias = bias[torch.from_numpy(order)]
         q_bias, k_bias, v_bias = bias.split([config.q_size, config.kv_size, config.kv_size])
         decided = None
         if not config.qk_norm and config.rope_of(layer) is not None and input_norm is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
-from deepinfer.stages.model.config import RopeConfig
+from deepinfer.stages.model.config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, context: int = 0) -> torch.Tensor:
-    """float32 [head_dim / 2], radians per position, of contexts of at most `context` tokens."""
+    """float32 [rotated elements / 2], radians per position, of contexts of at most `context` tokens."""
+    head_dim = rope.size(head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     base = rope.theta**exponents
     divisors = rope.long_divisors if rope.is_long(context) else rope.frequency_divisors
@@ -67,7 +70,26 @@ def stacked_tables(ropes: Sequence[RopeConfig], head_dim: int, max_positions: in
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 [max_positions, head_dim / 2], with the attention factor multiplied in."""
+    """cos and sin, float32 [max_positions, head_dim / 2], with the attention factor multiplied in. Pairs that are not
+    rotated come last and have 1 and 0; see `row_order`."""
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim, max_positions))
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    still = (0, head_dim // 2 - angles.shape[1])
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return F.pad(cos, still, value=1.0), F.pad(sin, still)
+
+
+def row_order(config: ModelConfig) -> np.ndarray | None:
+    """Where a part of each head is rotated: the rows of fused q, k and v such that every kernel, which pairs element i
+    of a head with i + head_dim / 2, pairs those that rotate together (i and i + rotated / 2). Scores are sums over
+    elements, so they are the same in any order that queries and keys share. None: rows stay where they are.
+    """
+    head_dim, rotated = config.head_dim, config.rope.size(config.head_dim)
+    if rotated == head_dim:
+        return None
+    half, still = rotated // 2, np.arange(rotated, head_dim)
+    first, second = np.split(still, 2)
+    head = np.concatenate([np.arange(half), first, np.arange(half, rotated), second])
+    heads = np.arange(config.num_q_heads + config.num_kv_heads)
+    rotating = (heads[:, None] * head_dim + head).reshape(-1)
+    return np.concatenate([rotating, np.arange(len(rotating), len(rotating) + config.kv_size)])

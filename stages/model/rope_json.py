@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from deepinfer.stages.model.config import FULL, ROPE_TYPES, SLIDING, RopeConfig
+from deepinfer.stages.model.config import FULL, ROPE_TYPES, SLIDING, RopeConfig, check_rotated
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.json_fields import ConfigFields, positive_number
 
 _LONGROPE = "short_factor", "long_factor"
 
 
-def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None = None) -> RopeConfig:
+def rope_from_json(
+    fields: ConfigFields, kind: str = FULL, theta: float | None = None, partial_of: int = 0
+) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` beside it (before). Where parameters are
-    given by kind of layer, those of `kind`. `theta`: where none is given, if not the family's."""
+    given by kind of layer, those of `kind`. `theta`: where none is given, if not the family's. `partial_of`: head_dim
+    in a family that may rotate a part of it only."""
+    scaling = _scaling(fields, kind)
+    rotated = _rotated(scaling, fields, partial_of)
+    return replace(_whole_rope(scaling, fields, theta), rotated=rotated)
+
+
+def _scaling(fields: ConfigFields, kind: str) -> Mapping[str, Any]:
     scaling = fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") or {}
     if isinstance(scaling, dict) and (FULL in scaling or SLIDING in scaling):
         scaling = scaling.get(kind) or {}
     if not isinstance(scaling, dict):
         raise CheckpointError(f"{fields.where}: rope parameters are {scaling!r}, expected an object")
+    return scaling
+
+
+def _rotated(scaling: Mapping[str, Any], fields: ConfigFields, head_dim: int) -> int:
+    """As `RopeConfig` has it."""
+    name = "partial_rotary_factor"
+    partial = scaling.get(name, fields.get(name, 1.0))
+    if partial in (None, 1, 1.0):
+        return 0
+    if not head_dim:
+        raise UnsupportedModelError(f"{fields.where}: {name} {partial!r} is not supported for this family, only 1")
+    rotated = int(head_dim * positive_number(partial, name, fields.where))
+    check_rotated(rotated, head_dim, f"{fields.where}: {name} {partial!r}")
+    return rotated
+
+
+def _whole_rope(scaling: Mapping[str, Any], fields: ConfigFields, theta: float | None) -> RopeConfig:
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type == "su" or "short_factor" in scaling:  # As early files of Phi-3 call it.
         rope_type = "longrope"
@@ -28,9 +55,6 @@ def rope_from_json(fields: ConfigFields, kind: str = FULL, theta: float | None =
         raise UnsupportedModelError(
             f"{fields.where}: rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
         )
-    partial = scaling.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported, only 1")
     default = fields.get("rope_theta", 10000.0) if theta is None else theta
     theta = positive_number(scaling.get("rope_theta", default), "rope_theta", fields.where)
     if rope_type == "default":

@@ -60,6 +60,7 @@ def test_a_batch_invariant_engine_attends_the_rows_of_prompts_one_by_one_and_say
         ("gemma2", {"sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
         ("olmo2", {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128}),
         ("smollm3", {"no_rope_layers": [1, 0]}),
+        ("phi3", {"partial_rotary_factor": 0.75, "pad_token_id": None}),
     ],
 )
 def test_what_a_family_has_beside_llama_is_the_same_on_the_cuda_path(tmp_path, family, fields):

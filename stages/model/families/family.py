@@ -52,6 +52,8 @@ class Family:
     """What its layers have beside or instead of `GGUF_TENSORS`."""
     interleaved_gguf: bool = False
     """Its GGUF files hold the rows of q and k for a RoPE of neighbouring pairs."""
+    partial_rope: bool = False
+    """It may rotate the first elements of a head only. Then its queries and keys have no norms."""
 
     def gguf_layer_tensors(self) -> dict[str, str]:
         return {**GGUF_TENSORS, **self.gguf_tensors}

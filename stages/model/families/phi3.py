@@ -1,4 +1,5 @@
 """Phi-3 and Phi-4: llama whose files hold q, k and v as one matrix, gate and up as another; perhaps one window for all.
+Phi-4-mini rotates three quarters of each head.
 
 Phi's long contexts ("longrope") have other frequencies than those within the original length, for all positions. Which
 ones an engine takes follows from its longest context, so keys that are stored stay what they are.
@@ -29,5 +30,6 @@ PHI3 = Family(
     from_json=_from_json,
     architecture="phi3",
     from_gguf=_from_gguf,
+    partial_rope=True,
     gguf_tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 )

@@ -188,3 +188,9 @@ def test_the_compute_dtype_follows_the_weights_and_the_processor() -> None:
     assert choose_dtype("fp32", _headers("Q4_1")) == "fp32"
     with pytest.raises(ValueError, match="dtype 'fp16' is unknown; known: auto, fp32, bf16"):
         choose_dtype("fp16", {})
+
+
+@pytest.mark.parametrize("factor", [0, -0.5, 1.5, 0.1, "half"])
+def test_parts_of_a_head_that_cannot_be_rotated_are_refused_by_name(factor: object) -> None:
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        _read(model_type="phi3", head_dim=96, partial_rotary_factor=factor)

@@ -12,7 +12,7 @@ import torch
 from executor_runner import Runner
 from gguf_files import GGUFModelFile, gguf_name, interleaved, llama3_divisors, quantised
 from reference import teacher_forced_logits
-from test_parity import CAPS, LINEAR, LLAMA3, NO_IDS, YARN, longrope
+from test_parity import CAPS, LINEAR, LLAMA3, NO_IDS, YARN, longrope, partial, partial_longrope
 from tiny_checkpoints import random_ids, tiny_model
 
 from deepinfer.kernels import packed_linear
@@ -205,11 +205,14 @@ def test_rope_scaling_metadata_gives_the_logits_of_the_model_it_came_from(tmp_pa
 
 
 @pytest.mark.parametrize("original", [64, 256])
-def test_longrope_factors_are_read_from_their_tensors(original: int, tmp_path: Path) -> None:
-    fields = longrope(original)
+@pytest.mark.parametrize("rotated", [12, 16])
+def test_longrope_factors_are_read_from_their_tensors(rotated: int, original: int, tmp_path: Path) -> None:
+    fields = longrope(original) if rotated == 16 else partial_longrope(original)
     model = tiny_model("phi3", **NO_IDS, **fields)
     file = GGUFModelFile(tmp_path / "m.gguf", model, "phi3")
     file.writer.add_rope_scaling_orig_ctx_len(original)
+    if rotated != 16:
+        file.writer.add_rope_dimension_count(rotated)
     for name in ("short", "long"):
         factors = np.array(fields["rope_parameters"][f"{name}_factor"], np.float32)
         file.tensors[f"rope_factors_{name}.weight"] = (factors, "F32")
@@ -235,6 +238,17 @@ def test_four_bit_files_run_packed_in_bf16_near_their_fp32_logits(
     few_rows = torch.cat([few.feed({0: ids[at : at + 8]}, all_rows=True) for at in range(0, 40, 8)])
     for got in (many, few_rows):
         assert 0 < (got - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
+
+
+def test_codes_of_a_model_that_rotates_a_part_of_each_head_are_those_of_its_fp32_logits(tmp_path: Path) -> None:
+    part = partial(0.75, {"rope_type": "default"})
+    file = GGUFModelFile(tmp_path / "m.gguf", tiny_model("phi3", **{**NO_IDS, **part, **WIDE}), "phi3", "Q4_1")
+    file.writer.add_rope_dimension_count(48)
+    path, ids = file.write(), random_ids(40)
+    packed, exact = load_model(open_checkpoint(path)), load_model(open_checkpoint(path), dtype="fp32")
+    assert all("w4a16" in linear.kind for layer in packed.layers for linear in layer.linears)
+    got, expected = (Runner(model).feed({0: ids}, all_rows=True) for model in (packed, exact))
+    assert 0 < (got - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
 
 
 def test_a_mixed_file_keeps_codes_where_it_can_and_says_so(tmp_path: Path) -> None:

@@ -193,7 +193,10 @@ REFUSED = {
     "an activation that is no name": ({"hidden_act": []}, r"hidden_act \[\]"),
     "quantisation": ({"quantization_config": {"quant_method": "fp8"}}, "quantisation 'fp8'"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-    "partial rotation": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    "partial rotation": (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.5 is not supported for this family",
+    ),
 }
 
 

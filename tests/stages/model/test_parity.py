@@ -29,15 +29,27 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 """Low enough to bite: random logits and scores exceed them."""
 
 
-def longrope(original: int) -> dict[str, Any]:
+def longrope(original: int, frequencies: int = 8) -> dict[str, Any]:
     """`Runner` has tables for contexts of 256 tokens."""
-    short, long = ([1 + step * i / 8 for i in range(8)] for step in (0.5, 7))
+    short, long = ([1 + step * i / 8 for i in range(frequencies)] for step in (0.5, 7))
     parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long}
     return {
         "head_dim": 16,
         "original_max_position_embeddings": original,
         "rope_parameters": {**parameters, "original_max_position_embeddings": original},
     }
+
+
+def partial(factor: float, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Of heads of 16."""
+    rope = {"rope_theta": 10000.0, **parameters, "partial_rotary_factor": factor}
+    return {"head_dim": 16, "partial_rotary_factor": factor, "rope_parameters": rope}
+
+
+def partial_longrope(original: int) -> dict[str, Any]:
+    """As Phi-4-mini has it."""
+    fields = longrope(original, 6)
+    return {**fields, **partial(0.75, fields["rope_parameters"])}
 
 
 CASES = {
@@ -93,6 +105,10 @@ CASES = {
     "phi3 without a window": ("phi3", NO_IDS),
     "phi3, longrope within the original length": ("phi3", {**NO_IDS, **longrope(256)}),
     "phi3, longrope beyond it": ("phi3", {**NO_IDS, **longrope(64)}),
+    "phi3, three quarters of each head rotated": ("phi3", {**NO_IDS, **partial(0.75, {"rope_type": "default"})}),
+    "phi3, a quarter of each head rotated": ("phi3", {**NO_IDS, **partial(0.25, {"rope_type": "default"})}),
+    "phi3, longrope of a part of each head, beyond its length": ("phi3", {**NO_IDS, **partial_longrope(64)}),
+    "phi3, longrope of a part of each head, within its length": ("phi3", {**NO_IDS, **partial_longrope(256)}),
     "gemma2": ("gemma2", {"sliding_window": 20, "query_pre_attn_scalar": 48, **CAPS}),
     "gemma2 without soft caps": (
         "gemma2",
