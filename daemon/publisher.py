@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from deepinfer.daemon.second_address import bind_both
-from deepinfer.daemon.swap_events import SwapWatch
+from deepinfer.daemon.swap_events import ROUTINE, SwapWatch
 from deepinfer.daemon.telemetry import Numbered, Outgoing, PublishedTelemetry
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.curve import Curve
@@ -24,7 +24,7 @@ TOPICS = (METRICS, EVENTS, REQUESTS)
 SHOWN = ("model", "device", "kv_cache_dtype")
 """What a snapshot says of the engine."""
 RING = 256
-"""Events that are kept for a replay."""
+"""Events that are kept for a replay: so many of those that are routine, and so many others."""
 HIGH_WATER_MARK = 2000
 """Messages that libzmq keeps for one subscriber that does not read; further ones are not sent to it. It hears only now
 and then how many were read, so one that does read is sure of half as many in one turn."""
@@ -66,7 +66,8 @@ class PublisherStage(Stage):
         self._telemetry = telemetry
         self._interval = interval_s
         self._high_water_mark = high_water_mark
-        self._ring: deque[dict[str, Any]] = deque(maxlen=RING)
+        self._routine: deque[dict[str, Any]] = deque(maxlen=RING)
+        self._others: deque[dict[str, Any]] = deque(maxlen=RING)
         self._wanted: set[bytes] = set()
         """The subscribed prefixes of our topics; few, whatever subscribers say."""
         self._replays: set[bytes] = set()
@@ -117,7 +118,8 @@ class PublisherStage(Stage):
     def work(self) -> bool:
         self._publish_queues()
         for topic in self._replays:
-            self._send(topic, _encoder.encode({"v": 1, "instance": self._instance, "events": list(self._ring)}))
+            kept = sorted([*self._routine, *self._others], key=lambda event: event["seq"])
+            self._send(topic, _encoder.encode({"v": 1, "instance": self._instance, "events": kept}))
         self._replays.clear()
         now = monotonic()
         if now >= self._next_snapshot and self._is_wanted(METRICS):
@@ -131,7 +133,7 @@ class PublisherStage(Stage):
     def _publish_queues(self) -> None:
         self._look_at_board()
         for message in self._drained(EVENTS, self._telemetry.events):
-            self._ring.append(message)
+            (self._routine if message["event"] in ROUTINE else self._others).append(message)
         self._drained(REQUESTS, self._telemetry.requests)
 
     def _look_at_board(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+ROUTINE = frozenset({"preempted", "resumed", "swap"})
+"""Events that may come by the hundred a second: they must not push all others out of what is kept or shown."""
 MOVED = {
     "requests_out": "requests_swapped_total",
     "bytes_out": "kv_cpu_offload_bytes_total",

@@ -18,17 +18,17 @@ from deepinfer.clients.discovery import Connection
 from deepinfer.clients.keys import use_keys
 from deepinfer.daemon.commands import EXIT_FAILED, EXIT_HUNG, EXIT_READY, NoDaemon, connection
 from deepinfer.daemon.display import wide_console
+from deepinfer.daemon.swap_events import ROUTINE
 from deepinfer.daemon.top_frame import EVENTS_SHOWN, frame
 from deepinfer.stages.board import FINAL
 
-ROUTINE = frozenset({"preempted", "resumed", "swap"})
-"""Events that may come by the hundred a second, so that no other would stay in sight; the frame counts swaps."""
 PATIENCE_SECONDS = 5.0
 """Besides the interval of snapshots, after which a daemon that says nothing is asked for."""
 
 
 class View:
-    """The frame to be shown after each message; None before there are two snapshots."""
+    """The frame to be shown after each message; None before there are two snapshots. Swaps are in it as counts, so the
+    events are those that are not routine."""
 
     def __init__(self) -> None:
         self._snapshots: deque[dict[str, Any]] = deque(maxlen=2)

@@ -161,6 +161,18 @@ def test_a_replay_reaches_only_who_asked_for_it_with_the_numbers_of_old(folder):
         assert not early.poll(300)
 
 
+def test_a_replay_has_the_death_of_an_engine_however_often_requests_were_swapped_since(folder):
+    with publisher(folder) as running:
+        running.telemetry.event("engine_died", deaths=1)
+        for number in range(RING + 10):
+            running.telemetry.event("preempted", request=number)
+        running.telemetry.event("ready")
+        late = running.subscribe("replay/late")
+        kept = take(late, "replay/late")["events"]
+        assert [event["event"] for event in kept] == ["engine_died", *["preempted"] * RING, "ready"]
+        assert [event["seq"] for event in kept] == [0, *range(11, RING + 12)]
+
+
 def test_swaps_and_hangs_that_show_on_the_board_become_events(folder):
     with publisher(folder) as running:
         listener = running.listener("events")
