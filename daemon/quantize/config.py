@@ -10,7 +10,7 @@ from deepinfer.daemon.setting import ConfigError, check_values, setting, setting
 
 SCHEMES = ("w4a16",)
 GROUP_SIZES = (128, 64, 32)
-"""Columns that share a scale. A matrix whose columns a group does not divide gets the next smaller one."""
+"""Columns that share a scale, of matrices whose columns they divide."""
 HEADS = ("keep", "int8", "w4")
 CALIBRATION = Path(__file__).with_name("calibration.txt")
 WHEN = ("auto", "on", "off")
@@ -21,8 +21,10 @@ _DEVICES = settings_of(EngineConfig)["device"].metadata["choices"]
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
     scheme: str = setting("w4a16", "Of the weights; activations stay in 16 bits.", SCHEMES)
-    group_size: int = setting(
-        128, "Columns that share a scale: 128, 64 or 32. Where it does not divide the columns, the next smaller one."
+    group_size: int | None = setting(
+        None,
+        "Columns that share a scale: 128, 64 or 32; in matrices whose columns it does not divide, the next smaller "
+        "one. [default: the largest that divides the columns of all matrices]",
     )
     symmetric: bool = setting(False, "Scales only, no zero points.")
     head: str = setting(
@@ -57,7 +59,7 @@ class Quantize:
     def check(self) -> None:
         """Raises ConfigError for the first value that cannot work."""
         check_values(self)
-        if self.group_size not in GROUP_SIZES:
+        if self.group_size not in (None, *GROUP_SIZES):
             sizes = ", ".join(str(size) for size in GROUP_SIZES)
             raise ConfigError(f"group_size is {self.group_size}; it must be one of: {sizes}", "group_size")
         if self.calibration is not None and not self.awq:

@@ -127,10 +127,11 @@ def make_plan(headers: Mapping[str, TensorHeader], tied: bool, settings: Quantiz
     """`headers` in the order in which the source is best read."""
     matrix_types = {header.dtype for header in headers.values() if len(header.shape) == 2}
     dtype = "F16" if matrix_types == {"F16"} else "BF16"
+    wanted = settings.group_size or _common_group(headers, settings.head != "keep")
     parts: list[Matrix | Plain] = []
     left = []
     for name, header in headers.items():
-        group = _group(header.shape, settings.group_size) if _LINEAR.fullmatch(name) else 0
+        group = _group(header.shape, wanted) if _LINEAR.fullmatch(name) else 0
         if _LINEAR.fullmatch(name) and not group:
             left.append(name)
         if group:
@@ -140,7 +141,7 @@ def make_plan(headers: Mapping[str, TensorHeader], tied: bool, settings: Quantiz
     if settings.head != "keep":
         source = EMBEDDING if tied else HEAD
         shape = _two(headers[source].shape)
-        bits, group = _HEAD_BITS[settings.head], _group(shape, settings.group_size)
+        bits, group = _HEAD_BITS[settings.head], _group(shape, wanted)
         if group:
             symmetric = settings.symmetric or bits == 8
             parts.append(Matrix(HEAD, source, shape, bits, group, symmetric, dtype))
@@ -154,6 +155,14 @@ def make_plan(headers: Mapping[str, TensorHeader], tied: bool, settings: Quantiz
 def _two(shape: tuple[int, ...]) -> tuple[int, int]:
     rows, columns = shape
     return rows, columns
+
+
+def _common_group(headers: Mapping[str, TensorHeader], with_head: bool) -> int:
+    """One size for all matrices that get codes, because what transformers makes of packed zero points knows only one.
+    The head has the columns of the embedding."""
+    shapes = [header.shape for name, header in headers.items() if _LINEAR.fullmatch(name)]
+    shapes += [headers[EMBEDDING].shape] if with_head else []
+    return min((group for shape in shapes if (group := _group(shape, GROUP_SIZES[0]))), default=GROUP_SIZES[0])
 
 
 def _group(shape: tuple[int, ...], wanted: int) -> int:

@@ -91,10 +91,38 @@ def test_compressed_tensors_and_transformers_read_what_we_read(what: str, tmp_pa
         wanted = teacher_forced_logits(theirs, IDS)
         assert float((our_logits(folder) - wanted).norm() / wanted.norm()) < 1e-5
     if loads == "dequantised":
-        dense = CompressedTensorsConfig(dequantize=True)
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=dense)
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in dequantised(folder).named_parameters():
             assert torch.equal(parameter, ours.read(name).bfloat16().float()), name
+
+
+def test_by_itself_it_takes_one_group_size_so_that_transformers_loads_zero_points_of_any_columns(
+    tmp_path: Path,
+) -> None:
+    """`dequantize` reads every matrix by the first config group."""
+    sizes = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 12, "num_key_value_heads": 4}
+    source = save_tiny_family(tmp_path / "source", "llama", **sizes)
+    quantised(source, tmp_path / "mixed", "--group-size", "128")
+    assert group_sizes(tmp_path / "mixed") == {64, 128}
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        dequantised(tmp_path / "mixed")
+    quantised(source, tmp_path / "result")
+    assert group_sizes(tmp_path / "result") == {64}
+    theirs, ours = dequantised(tmp_path / "result"), open_checkpoint(tmp_path / "result").source
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, ours.read(name).bfloat16().float()), name
+    wanted = teacher_forced_logits(theirs, IDS)
+    assert float((our_logits(tmp_path / "result") - wanted).norm() / wanted.norm()) < 0.05
+
+
+def group_sizes(folder: Path) -> set[int]:
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return {group["weights"]["group_size"] for group in config["config_groups"].values()}
+
+
+def dequantised(folder: Path) -> Any:
+    """By transformers, which rounds weights to bf16 on the way."""
+    dense = CompressedTensorsConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=dense)
 
 
 def tied_copy(path: Path) -> Path:
