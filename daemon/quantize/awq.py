@@ -34,10 +34,10 @@ def find_scalings(settings: Quantize, ops: Ops, checkpoint: Checkpoint, plan: Pl
     found: dict[str, Scaling] = {}
     with torch.inference_mode():
         layers = activities(settings, ops, checkpoint)
-        with Workers() as workers, bar("searching scales of layer", len(layers)) as advance:
+        with Workers() as workers, bar("searching scales", len(layers)) as advance:
             for number, layer in enumerate(layers):
                 _Layer(f"model.layers.{number}", checkpoint, plan, layer, found, workers).search()
-                advance(str(number), 1)
+                advance(f"layer {number}", 1)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from deepinfer.daemon.quality.measure import compare, perplexity_of
 from deepinfer.daemon.quality.paged import PagedModel
 from deepinfer.daemon.quality.text import cut_windows, name_of, read_text
 from deepinfer.daemon.quantize.config import Quantize
+from deepinfer.daemon.quantize.report import bar
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.daemon.target import target_of
 from deepinfer.kernels import resolve_kv_format
@@ -85,18 +86,25 @@ def measure_divergence(
     settings: Quantize, ops: Ops, source: Path, result: Path, windows: list[list[int]]
 ) -> dict[str, Any]:
     """One model after the other is in memory."""
-    exact = list(_logits(_paged(source, ops, settings), windows, settings.skip))
-    got = _logits(_paged(result, ops, settings), windows, settings.skip)
-    return {
-        "compute_dtype": _DTYPE,
-        "text": name_of(settings.text),
-        **compare(got, exact, windows, settings.skip),
-        "source_perplexity": perplexity_of(exact, windows, settings.skip),
-    }
+    tokens = sum(len(window) for window in windows)
+    with bar("comparing", 2 * tokens) as advance:
+        exact = list(_logits("source", _paged(source, ops, settings), windows, settings.skip, advance))
+        got = _logits("result", _paged(result, ops, settings), windows, settings.skip, advance)
+        return {
+            "compute_dtype": _DTYPE,
+            "text": name_of(settings.text),
+            **compare(got, exact, windows, settings.skip),
+            "source_perplexity": perplexity_of(exact, windows, settings.skip),
+        }
 
 
-def _logits(paged: PagedModel, windows: list[list[int]], skip: int) -> Iterator[torch.Tensor]:
-    return (rows.cpu() for window in windows for rows in paged.logits(window, skip))
+def _logits(
+    name: str, paged: PagedModel, windows: list[list[int]], skip: int, advance: Callable[[str, int], None]
+) -> Iterator[torch.Tensor]:
+    for window in windows:
+        for rows in paged.logits(window, skip):
+            yield rows.cpu()
+        advance(name, len(window))
 
 
 def _paged(path: Path, ops: Ops, settings: Quantize) -> PagedModel:

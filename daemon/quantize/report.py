@@ -11,24 +11,34 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from deepinfer.daemon.display import mib
 
 _SHOWN = 10
+_BAR_WIDTH = 20
 _ROW = "{:48} {:>4} {:>6} {:>12}"
 
 
 @contextmanager
 def bar(what: str, total: int, of_bytes: bool = False) -> Iterator[Callable[[str, int], None]]:
-    """Gives `advance(name, how much)`. Elsewhere than on a terminal nothing is shown."""
+    """Gives `advance(name, how much)`. Elsewhere than on a terminal nothing is shown. The name comes last, so that the
+    bar stays in its place, and is what a narrow terminal cuts."""
     console = Console(stderr=True)
-    done = DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+    whole = Column(no_wrap=True)
+    done = DownloadColumn(binary_units=True, table_column=whole) if of_bytes else MofNCompleteColumn(table_column=whole)
+    columns = (
+        TextColumn("{task.description}", table_column=whole),
+        BarColumn(_BAR_WIDTH),
+        done,
+        TimeRemainingColumn(table_column=whole),
+        TextColumn("{task.fields[name]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total, name="")
 
         def advance(name: str, count: int) -> None:
-            progress.update(task, advance=count, description=f"{what} {name}")
+            progress.update(task, advance=count, name=name)
 
         yield advance
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from deepinfer.stages.model.errors import ModelNotFoundError
 from deepinfer.stages.model.folder_names import CONFIG, INDEX, SINGLE
 from deepinfer.stages.model.hub_files import folder_files, gguf_files
+from deepinfer.stages.model.hub_progress import one_line
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -101,22 +101,20 @@ def fetch(hub: HubId, checking: Checking | None = None) -> Fetched:
     """Fetches what is needed and not there yet, goes on where an earlier fetch was cut, and compares every file with
     the size and checksum that the hub states. Raises ModelNotFoundError that says what to do."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
     endpoint = os.environ.get("HF_ENDPOINT")
     with _in_words(hub):
         info = HfApi(endpoint=endpoint).model_info(hub.repo, revision=hub.revision, files_metadata=True)
     stated = {sibling.rfilename: sibling for sibling in info.siblings or []}
     names = _needed(hub, stated)
-    with _in_words(hub):
+    with _in_words(hub), one_line() as bar:
         folder = Path(
             snapshot_download(
                 hub.repo,
                 revision=hub.revision,
                 allow_patterns=[glob.escape(name) for name in names],
                 endpoint=endpoint,
+                tqdm_class=bar,
             )
         )
     nbytes = 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import termios
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -205,6 +208,37 @@ def test_pull_and_models_are_commands(server: FakeHub, tmp_path: Path) -> None:
     (model,) = [model for model in json.loads(listed.stdout) if model["name"].startswith("org/")]
     assert (model["name"], model["format"], model["supported"]) == ("org/tiny@v1", "safetensors F32", True)
     assert model["revision"] == f"{OLDER[:12]} v1"
+
+
+def on_a_terminal(command: list[str], environment: Mapping[str, str]) -> str:
+    """All that is written to it."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    process = subprocess.Popen(command, env=dict(environment), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = bytearray()
+    with contextlib.suppress(OSError):  # The other side has closed it.
+        while chunk := os.read(ours, 4096):
+            shown.extend(chunk)
+    os.close(ours)
+    assert process.wait(60) == 0, shown
+    return shown.decode()
+
+
+def test_on_a_terminal_pull_shows_one_line_that_is_gone_when_it_says_what_it_has(
+    server: FakeHub, tmp_path: Path
+) -> None:
+    """Three lines stay there, and are written over, when `huggingface_hub` shows its own."""
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.endpoint}
+    shown = on_a_terminal([sys.executable, "-m", "deepinfer.daemon.cli", "pull", "org/tiny"], environment)
+    line, where, end = shown.split("\n")
+    *bars, blank, said = line.strip("\r").split("\r")
+    assert bars
+    assert all(bar.startswith("fetching ") for bar in bars)
+    assert not blank.strip()
+    assert said.startswith("org/tiny: ")
+    assert where.strip() == str(next(tmp_path.glob("home/hub/models--org--tiny/snapshots/*")))
+    assert end == ""
 
 
 def test_models_says_what_is_here_and_why_something_does_not_load(server: FakeHub) -> None:
