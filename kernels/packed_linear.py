@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer.kernels.cpu import amx
 from deepinfer.kernels.cpu.bf16_dot import available
 from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, packed_units
 from deepinfer.kernels.cpu.packed_products import (
@@ -28,6 +29,8 @@ KINDS = {
     P_BF16: "dense bf16 dot",
     P_INT4_A8: "w4a8 int8 dot",
 }
+TILE_KINDS = {P_INT4: "w4a16 bf16 AMX", P_INT8: "w8a16 bf16 AMX", P_BF16: "dense bf16 AMX"}
+"""By matrix tiles."""
 GROUPS = (32, 64, 128, 256)
 UNITS_OF_WORKER = 8
 """Pieces of a matmul for each thread: enough to even out their speeds, few enough to cost nothing."""
@@ -35,7 +38,6 @@ _LOOKED_AT = 1 << 15
 """Scales at a time: they stay in the cache, and torch wakes no other thread for so few."""
 COPY_ROWS = 16
 """More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
-
 __all__ = ["PackedLinear", "available", "vnni_available"]
 
 
@@ -49,6 +51,7 @@ class PackedLinear:
         bias: [M] or None. group: k that share a scale; 32, 64, 128 or 256.
         out_dtype: of y, bf16 or fp32.
         copy: bf16 [M, K], used instead for more than `COPY_ROWS` rows; they are then not bit-equal to few rows.
+        tiles: whether matrix tiles multiply, where the processor has them. Another order of sums, and nothing else.
 
     P_INT4_A8 is P_INT4 with x rounded to 8 bits, each 32 of a row by a scale of their own.
     """
@@ -63,10 +66,12 @@ class PackedLinear:
         group: int = CHUNK,
         out_dtype: torch.dtype = torch.bfloat16,
         copy: Tensor | None = None,
+        tiles: bool = True,
     ) -> None:
         factors = [part.float() for part in (scales, minima) if part is not None]
         _check(kind, codes, factors, bias, group)
-        self.kind = KINDS[kind] + (" + bf16 copy" if copy is not None else "")
+        by_tiles = tiles and kind != P_INT4_A8 and amx.available()
+        self.kind = (TILE_KINDS if by_tiles else KINDS)[kind] + (" + bf16 copy" if copy is not None else "")
         self._outputs, self._width = codes.shape
         self._out_dtype, self._copy = out_dtype, copy
         wide = not all(_fit_half(part) for part in factors)
@@ -80,7 +85,7 @@ class PackedLinear:
             self._bias[: self._outputs] = bias
         self._padded_width = self._groups * group
         self._number, self._group, self._wide = kind, group, wide
-        self._units = packed_units(kind, group, wide, out_dtype == torch.bfloat16)
+        self._units = packed_units(kind, group, wide, out_dtype == torch.bfloat16, by_tiles)
 
     @property
     def weight_bytes(self) -> int:

@@ -9,6 +9,8 @@ import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
+from deepinfer.kernels.cpu.amx import let_go_of_tiles, set_up_tiles
+from deepinfer.kernels.cpu.amx_products import MOST_ROWS, tile_products
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import (
@@ -36,7 +38,7 @@ from deepinfer.kernels.cpu.packed_products import (
 )
 from deepinfer.kernels.cpu.tasks import unit
 
-ROW_TILE = 64
+ROW_TILE = MOST_ROWS
 """Rows that go through all blocks together: their activations stay in the second-level cache."""
 
 
@@ -91,8 +93,9 @@ class PackedUnits(NamedTuple):
 
 
 @functools.cache
-def packed_units(kind: int, group: int, wide: bool, out_bf16: bool) -> PackedUnits:
-    """Compiled for weights packed with these parameters (see `packed_products`)."""
+def packed_units(kind: int, group: int, wide: bool, out_bf16: bool, by_tiles: bool) -> PackedUnits:
+    """Compiled for weights packed with these parameters (see `packed_products`). by_tiles: by matrix tiles, which
+    sum in another order than dot products; not for P_INT4_A8."""
     record, is_wide = record_bytes(kind, group, wide), int(wide)
     out = BF16 if out_bf16 else FP32
     out_number, block_bytes = out.number, out.itemsize * BLOCK
@@ -107,9 +110,21 @@ def packed_units(kind: int, group: int, wide: bool, out_bf16: bool) -> PackedUni
         share, units = load_int(arguments + 64), load_int(arguments + 72)
         row, first = index // units * ROW_TILE, index % units * share
         x_stride, sums_stride, y_stride = x_bytes * group * groups, 4 * factors * groups, block_bytes * num_blocks
-        for block in range(first, min(first + share, num_blocks)):
+        end = min(first + share, num_blocks)
+        here = min(num_rows - row, MOST_ROWS)
+        if by_tiles:
+            set_up_tiles((here - 1) % 16 + 1)
+            for block in range(first, end):
+                tile_products(
+                    kind, group, is_wide, out_number, x + row * x_stride, x_stride, here, sums + row * sums_stride,
+                    sums_stride, w + block * record * groups, record, groups, bias + 4 * BLOCK * block,
+                    y + row * y_stride + block * block_bytes, y_stride,
+                )  # fmt: skip
+            let_go_of_tiles()
+            return
+        for block in range(first, end):
             tile(
-                kind, group, is_wide, out_number, x + row * x_stride, x_stride, min(num_rows - row, ROW_TILE),
+                kind, group, is_wide, out_number, x + row * x_stride, x_stride, here,
                 sums + row * sums_stride, sums_stride, w + block * record * groups, groups, bias + 4 * BLOCK * block,
                 y + row * y_stride + block * block_bytes, y_stride,
             )  # fmt: skip

@@ -99,14 +99,14 @@ def _int8_pairs(builder: Any, place: Any) -> list[Any]:
     return [round_pairs(builder, *quarters[:2]), round_pairs(builder, *quarters[2:])]
 
 
-def _weight_pairs(builder: Any, kind: int, place: Any) -> list[Any]:
+def weight_pairs(builder: Any, kind: int, place: Any) -> list[Any]:
     """The pairs in the 64 bytes at an address, one for each lane of each vector."""
     if kind == P_INT4:
         return _int4_pairs(builder, place)
     return _int8_pairs(builder, place) if kind == P_INT8 else [load_pairs(builder, place)]
 
 
-def _literal_values(*kinds: Any) -> list[int] | None:
+def literal_values(*kinds: Any) -> list[int] | None:
     literal = all(isinstance(kind, nt.IntegerLiteral) for kind in kinds)
     return [kind.literal_value for kind in kinds] if literal else None
 
@@ -120,7 +120,7 @@ def _add_chunk(builder: Any, kind: int, rows: list[Any], codes: Any, chains: lis
     sums = [[builder.load(slot) for slot in row] for row in chains]
     pair = 0
     for at in range(0, BLOCK * CHUNK * CODE_BITS[kind] // 8, VECTOR_BYTES):
-        for weights in _weight_pairs(builder, kind, offset(builder, codes, at)):
+        for weights in weight_pairs(builder, kind, offset(builder, codes, at)):
             chain = pair * 2 * _CHAINS // CHUNK
             for row, place in zip(sums, rows, strict=True):
                 row[chain] = dot(builder, row[chain], weights, spread_pair(builder, offset(builder, place, 4 * pair)))
@@ -159,7 +159,7 @@ def packed_products(  # type: ignore[no-untyped-def]
     sums: for 4-bit codes fp32 [groups] of each row, the sums of x by group. w: `groups` records. bias: fp32.
     For P_INT4_A8 x is what `round_to_bytes` writes, and behind the sums of a row are the scales of its chunks, fp32.
     """
-    literals = _literal_values(kind, group, wide, out, rows)
+    literals = literal_values(kind, group, wide, out, rows)
     if literals is None:
         return None
     number, width, is_wide, out_number, num_rows = literals
@@ -218,7 +218,7 @@ def packed_products(  # type: ignore[no-untyped-def]
 @intrinsic(prefer_literal=True)
 def group_sum(_typing, group, x):  # type: ignore[no-untyped-def]
     """The sum of `group` bf16 at an address, in fp32. `group` is a literal."""
-    literals = _literal_values(group)
+    literals = literal_values(group)
     if literals is None:
         return None
 

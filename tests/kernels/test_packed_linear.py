@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from matmul_cases import assert_rows_do_not_depend_on_the_batch, quantised_int4, quantised_int8, random
 
 from deepinfer.kernels import packed_linear
+from deepinfer.kernels.cpu import amx
 from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT4_A8, P_INT8
 from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.kernels.linear import DenseLinear, W4A16Linear, W8A16Linear, dequantise
@@ -18,6 +19,18 @@ needs_int8_dot = pytest.mark.skipif(
 )
 needs_bf16_dot = pytest.mark.skipif(not packed_linear.available(), reason="this processor has no AVX512-BF16")
 ROWS = [1, 2, 3, 4, 5, 8, 9, 21, 64, 70]
+
+
+@pytest.fixture(
+    params=[
+        False,
+        pytest.param(True, marks=pytest.mark.skipif(not amx.available(), reason="this processor has no AMX")),
+    ],
+    ids=["dot products", "matrix tiles"],
+)
+def tiles(request):
+    """By what a `PackedLinear` multiplies."""
+    return request.param
 
 
 def assert_is_the_exact_product(y, x, weight, bias):
@@ -36,28 +49,31 @@ def int4_weight(codes, scales, minima, group):
 @needs_bf16_dot
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
-    ("shape", "group"), [((576, 576), 32), ((64, 32), 32), ((20, 64), 64), ((128, 256), 128), ((48, 512), 256)]
+    ("shape", "group"),
+    [((576, 576), 32), ((64, 32), 32), ((20, 64), 64), ((128, 256), 128), ((48, 512), 256), ((32, 2560), 128)],
 )
-def test_int4_weights_are_scale_times_code_plus_minimum(shape, group, rows):
+def test_int4_weights_are_scale_times_code_plus_minimum(shape, group, rows, tiles):
     codes, scales, minima = quantised_int4(*shape, group)
     x, bias = random(rows, shape[1], seed=1, dtype=torch.bfloat16), random(shape[0])
     for dtype in (torch.bfloat16, torch.float32):
-        y = PackedLinear(P_INT4, codes, scales, minima, bias, group, dtype)(x)
+        y = PackedLinear(P_INT4, codes, scales, minima, bias, group, dtype, tiles=tiles)(x)
         assert y.dtype == dtype
         assert_is_the_exact_product(y, x, int4_weight(codes, scales, minima, group), bias.double())
 
 
 @needs_bf16_dot
-def test_every_code_of_every_place_in_a_group_counts():
+def test_every_code_of_every_place_in_a_group_counts(tiles):
     """Multiplying the identity gives the weights back, exactly: nothing about them is rounded."""
     codes, scales, minima = quantised_int4(32, 128, 64)
     scales, minima = scales.half().float(), minima.half().float()
-    weight = PackedLinear(P_INT4, codes, scales, minima, None, 64, torch.float32)(torch.eye(128).bfloat16()).t()
+    linear = PackedLinear(P_INT4, codes, scales, minima, None, 64, torch.float32, tiles=tiles)
+    weight = linear(torch.eye(128).bfloat16()).t()
     assert torch.equal(
         weight, torch.addcmul(minima.repeat_interleave(64, 1), codes.float(), scales.repeat_interleave(64, 1))
     )
     codes, scales = quantised_int8(48, 64)
-    weight = PackedLinear(P_INT8, codes, scales, out_dtype=torch.float32)(torch.eye(64).bfloat16()).t()
+    linear = PackedLinear(P_INT8, codes, scales, out_dtype=torch.float32, tiles=tiles)
+    weight = linear(torch.eye(64).bfloat16()).t()
     assert torch.equal(weight, codes.float() * scales.repeat_interleave(32, 1))
 
 
@@ -112,33 +128,34 @@ def test_activations_that_8_bits_hold_lose_nothing():
 @needs_bf16_dot
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", [(576, 576), (20, 32), (1000, 64)])
-def test_int8_weights_are_code_times_scale(shape, rows):
+def test_int8_weights_are_code_times_scale(shape, rows, tiles):
     codes, scales = quantised_int8(*shape)
     x, bias = random(rows, shape[1], seed=2, dtype=torch.bfloat16), random(shape[0], seed=3)
     weight = (codes.double().unflatten(1, (-1, 32)) * scales.double().unsqueeze(-1)).flatten(1)
     for dtype in (torch.bfloat16, torch.float32):
-        y = PackedLinear(P_INT8, codes, scales, bias=bias, out_dtype=dtype)(x)
+        y = PackedLinear(P_INT8, codes, scales, bias=bias, out_dtype=dtype, tiles=tiles)(x)
         assert_is_the_exact_product(y, x, weight, bias.double())
 
 
 @needs_bf16_dot
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", [(576, 576), (576, 1536), (32, 48), (20, 40)])
-def test_bf16_weights_are_multiplied_as_they_are(shape, rows):
+def test_bf16_weights_are_multiplied_as_they_are(shape, rows, tiles):
     weight, bias = random(*shape, dtype=torch.bfloat16), random(shape[0], seed=2, dtype=torch.bfloat16)
     x = random(rows, shape[1], seed=1, dtype=torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
-        y = PackedLinear(P_BF16, weight, bias=bias, out_dtype=dtype)(x)
+        y = PackedLinear(P_BF16, weight, bias=bias, out_dtype=dtype, tiles=tiles)(x)
         assert_is_the_exact_product(y, x, weight.double(), bias.double())
 
 
-def every_kind(outputs, width):
+def every_kind(outputs, width, tiles):
     codes, scales, minima = quantised_int4(outputs, width, 32)
-    yield PackedLinear(P_INT4, codes, scales, minima)
-    yield PackedLinear(P_INT4, codes, scales.half(), minima.half(), group=32, out_dtype=torch.float32)
-    yield PackedLinear(P_INT8, *quantised_int8(outputs, width), out_dtype=torch.float32)
-    yield PackedLinear(P_BF16, random(outputs, width, dtype=torch.bfloat16))
-    if packed_linear.vnni_available():
+    halves, by = (scales.half(), minima.half()), {"tiles": tiles}
+    yield PackedLinear(P_INT4, codes, scales, minima, **by)
+    yield PackedLinear(P_INT4, codes, *halves, group=32, out_dtype=torch.float32, **by)
+    yield PackedLinear(P_INT8, *quantised_int8(outputs, width), out_dtype=torch.float32, **by)
+    yield PackedLinear(P_BF16, random(outputs, width, dtype=torch.bfloat16), **by)
+    if packed_linear.vnni_available() and not tiles:
         yield PackedLinear(P_INT4_A8, codes, scales, minima)
 
 
@@ -163,9 +180,9 @@ def test_rows_of_the_weights_come_back_exactly():
 
 @needs_bf16_dot
 @pytest.mark.parametrize("shape", [(576, 576), (100, 1536)])
-def test_rows_are_bit_equal_in_any_batch_and_chunk(shape):
+def test_rows_are_bit_equal_in_any_batch_and_chunk(shape, tiles):
     x = random(150, shape[1], seed=1, dtype=torch.bfloat16)
-    for linear in every_kind(*shape):
+    for linear in every_kind(*shape, tiles):
         assert_rows_do_not_depend_on_the_batch(linear, x[:70])
         whole = linear(x)
         for chunk in (1, 7, 64, 128, 149):
@@ -173,9 +190,9 @@ def test_rows_are_bit_equal_in_any_batch_and_chunk(shape):
 
 
 @needs_bf16_dot
-def test_a_row_that_is_not_finite_stays_alone():
+def test_a_row_that_is_not_finite_stays_alone(tiles):
     x = random(13, 96, seed=1, dtype=torch.bfloat16)
-    for linear in every_kind(48, 96):
+    for linear in every_kind(48, 96, tiles):
         clean = linear(x)
         for value in (float("nan"), float("inf")):
             broken = x.clone()
@@ -194,12 +211,32 @@ def test_only_a_copy_costs_memory_and_only_many_rows_use_it():
     invariant = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=True, bf16_copy=True)
     assert copied.weight_bytes == packed.weight_bytes + 2 * 576 * 576
     assert invariant.weight_bytes == packed.weight_bytes
-    assert (packed.kind, copied.kind) == ("w4a16 bf16 dot", "w4a16 bf16 dot + bf16 copy")
+    assert copied.kind == packed.kind + " + bf16 copy"
     x = random(17, 576, seed=1, dtype=torch.bfloat16)
     assert torch.equal(copied(x[:16]), packed(x[:16]))
     dense = F.linear(x, dequantise(codes, scales, minima, 32).bfloat16())
     assert torch.equal(copied(x), dense)
     assert not torch.equal(packed(x), dense)
+
+
+@pytest.mark.skipif(not (packed_linear.available() and amx.available()), reason="this processor has no AMX for bf16")
+def test_matrix_tiles_differ_from_dot_products_in_the_order_of_sums_only():
+    codes, scales, minima = quantised_int4(576, 576, 32)
+    x = random(16, 576, seed=1, dtype=torch.bfloat16)
+    by_tiles, by_dots = (
+        PackedLinear(P_INT4, codes, scales, minima, out_dtype=torch.float32, tiles=tiles) for tiles in (True, False)
+    )
+    assert (by_tiles.kind, by_dots.kind) == ("w4a16 bf16 AMX", "w4a16 bf16 dot")
+    assert not torch.equal(by_tiles(x), by_dots(x))
+    assert torch.allclose(by_tiles(x), by_dots(x), rtol=1e-5, atol=1e-6 * float(by_dots(x).abs().max()))
+
+
+def test_without_matrix_tiles_dot_products_take_every_row(monkeypatch):
+    monkeypatch.setattr(amx, "available", lambda: False)
+    if not packed_linear.available():
+        pytest.skip("this processor has no AVX512-BF16")
+    linear = CpuOps().w4a16(*quantised_int4(32, 64, 32), None, 32, batch_invariant=False, bf16_copy=False)
+    assert linear.kind == "w4a16 bf16 dot"
 
 
 def test_without_bf16_dot_products_the_other_kernels_serve(monkeypatch):
@@ -226,7 +263,7 @@ def test_activations_are_rounded_only_where_that_is_asked_for_and_possible(monke
         open_device("host-emulation", "int8")
     if packed_linear.available() and packed_linear.vnni_available():
         assert kind(open_device("cpu", "int8")) == "w4a8 int8 dot"
-        assert kind(open_device("cpu")) == "w4a16 bf16 dot"
+        assert kind(open_device("cpu")).startswith("w4a16 bf16 ")
     monkeypatch.setattr(packed_linear, "vnni_available", lambda: False)
     with pytest.raises(DeviceError, match=r"w4_activations is 'int8', which needs a processor with .*AVX512-VNNI"):
         open_device("cpu", "int8")

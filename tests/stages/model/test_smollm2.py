@@ -83,7 +83,8 @@ def test_activations_of_8_bits_stay_near_those_of_bf16(
     rows = {}
     for name in ("auto", "int8"):
         model = load_model(open_checkpoint(smollm2_path), ops=open_device("cpu", name))
-        assert list(model.describe()["linears"]) == ["w4a16 bf16 dot" if name == "auto" else "w4a8 int8 dot"]
+        (kind,) = model.describe()["linears"]
+        assert kind.startswith("w4a16 bf16" if name == "auto" else "w4a8 int8 dot")
         rows[name] = Runner(model, "numba", "fp16").feed({0: ids}, all_rows=True)
     kld, agree = _divergence(rows["int8"], rows["auto"])
     print(f"int8 activations: mean KL {kld:.2e} nats, top-1 {100 * agree:.1f} % over {len(ids)} positions")
