@@ -20,7 +20,7 @@ from deepinfer.kernels.cpu.packed_products import (
     record_bytes,
     vnni_available,
 )
-from deepinfer.kernels.cpu.repack import pack_records
+from deepinfer.kernels.cpu.repack import fit_half, pack_records
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
 
 KINDS = {
@@ -34,8 +34,6 @@ TILE_KINDS = {P_INT4: "w4a16 bf16 AMX", P_INT8: "w8a16 bf16 AMX", P_BF16: "dense
 GROUPS = (32, 64, 128, 256)
 UNITS_OF_WORKER = 8
 """Pieces of a matmul for each thread: enough to even out their speeds, few enough to cost nothing."""
-_LOOKED_AT = 1 << 15
-"""Scales at a time: they stay in the cache, and torch wakes no other thread for so few."""
 COPY_ROWS = 16
 """More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
 __all__ = ["PackedLinear", "available", "vnni_available"]
@@ -74,11 +72,11 @@ class PackedLinear:
         self.kind = (TILE_KINDS if by_tiles else KINDS)[kind] + (" + bf16 copy" if copy is not None else "")
         self._outputs, self._width = codes.shape
         self._out_dtype, self._copy = out_dtype, copy
-        wide = not all(_fit_half(part) for part in factors)
-        self._blocks, self._groups = -(-self._outputs // BLOCK), -(-self._width // group)
-        self._records = torch.empty((self._blocks, self._groups, record_bytes(kind, group, wide)), dtype=torch.uint8)
         codes, factors = codes.contiguous(), [part.contiguous() for part in factors]
         addresses = [part.data_ptr() for part in factors]
+        wide = not all(fit_half(part.data_ptr(), part.numel()) for part in factors)
+        self._blocks, self._groups = -(-self._outputs // BLOCK), -(-self._width // group)
+        self._records = torch.empty((self._blocks, self._groups, record_bytes(kind, group, wide)), dtype=torch.uint8)
         pack_records(kind, group, wide, codes.data_ptr(), addresses, self._records.data_ptr(), *codes.shape)
         self._bias = torch.zeros(self._blocks * BLOCK)
         if bias is not None:
@@ -162,7 +160,3 @@ def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None,
         )
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
-
-
-def _fit_half(factors: Tensor) -> bool:
-    return all(torch.equal(part.half().float(), part) for part in factors.flatten().split(_LOOKED_AT))

@@ -58,6 +58,16 @@ def store_half(_typing: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def as_half(_typing: Any, value: Any) -> Any:
+    """One fp32 rounded to fp16, widened."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.fptrunc(args[0], ir.HalfType()), ir.FloatType())
+
+    return nt.float32(nt.float32), emit
+
+
+@intrinsic
 def load_byte(_typing: Any, address: Any) -> Any:
     """One int8, widened."""
 

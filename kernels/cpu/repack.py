@@ -11,7 +11,10 @@ import numpy as np
 
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import (
+    add_int,
+    as_half,
     load_float,
+    load_half,
     load_int,
     load_int16,
     load_int32,
@@ -26,8 +29,8 @@ from deepinfer.kernels.cpu.packed_products import BLOCK, CODE_BITS, record_bytes
 from deepinfer.kernels.cpu.tasks import Program, Task, unit
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
-_SPLIT_BYTES = 1 << 15
-"""That a thread splits before it looks for more."""
+_SPLIT_BYTES, _FIT_SHARE = 1 << 15, 1 << 14
+"""What a thread takes before it looks for more: bytes to split, numbers to look at."""
 _WORTH_WAKING = 1 << 23
 """Codes, which one thread takes about two milliseconds for."""
 
@@ -46,17 +49,30 @@ def pack_records(
     _run(Task(_pack_unit(), -(-rows // BLOCK), (codes, scales, minima, records, *sizes)), rows * width)
 
 
-def split_nibbles(blocks: np.ndarray, run: int) -> np.ndarray:
-    """Bytes that hold two codes as the codes, uint8 [blocks, 2 * bytes]: of each `run` bytes first the lower nibbles,
-    then the upper ones. blocks: uint8 [blocks, bytes], of neighbouring bytes. `run` is a multiple of 8."""
+def split_blocks(blocks: np.ndarray, halves: int, first: int, run: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of blocks that begin with fp16 numbers and end with bytes of two 4-bit codes: codes, uint8 [blocks, codes], and
+    numbers, fp32 [halves, blocks].
+
+    blocks: uint8 [blocks, bytes], contiguous. halves: how many numbers. first: where the codes begin. run: of so many
+    bytes, a multiple of 8, the lower nibbles come before the upper ones.
+    """
     count, size = blocks.shape
-    if blocks.dtype != np.uint8 or blocks.strides[1] != 1 or size % run or run % 8:
-        raise ValueError(f"{blocks.dtype} blocks of {size}, {blocks.strides} apart, do not hold runs of {run} bytes")
-    out = np.empty((count, 2 * size), np.uint8)
+    if blocks.dtype != np.uint8 or not blocks.flags.c_contiguous or (size - first) % run or run % 8:
+        raise ValueError(f"{blocks.dtype} blocks of {size} bytes do not hold runs of {run} from byte {first} on")
+    codes, numbers = np.empty((count, 2 * (size - first)), np.uint8), np.empty((halves, count), np.float32)
     share = max(1, _SPLIT_BYTES // size)
-    sizes = (count, blocks.strides[0], size, run, share)
-    _run(Task(_split_unit(), -(-count // share), (blocks.ctypes.data, out.ctypes.data, *sizes)), out.nbytes)
-    return out
+    sizes = (count, size, halves, first, run, share)
+    addresses = (blocks.ctypes.data, codes.ctypes.data, numbers.ctypes.data)
+    _run(Task(_split_unit(), -(-count // share), (*addresses, *sizes)), codes.nbytes)
+    return codes, numbers
+
+
+def fit_half(address: int, count: int) -> bool:
+    """Whether fp16 holds all of `count` fp32 numbers exactly."""
+    misfits = np.zeros(1, np.int64)
+    units = -(-count // _FIT_SHARE)
+    _run(Task(_fit_unit(), units, (address, count, misfits.ctypes.data)), count)
+    return not misfits[0]
 
 
 def _run(task: Task, num_bytes: int) -> None:
@@ -125,19 +141,40 @@ def _pack_unit() -> int:
 
 @functools.cache
 def _split_unit() -> int:
-    """(blocks, out, and the sizes of `split_nibbles`): `share` blocks for each unit."""
+    """(blocks, codes, numbers, and the sizes of `split_blocks`): `share` blocks for each unit."""
 
     @unit
     def split(arguments, index, worker):  # type: ignore[no-untyped-def]
-        blocks, out, count = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
-        stride, size, run = load_int(arguments + 24), load_int(arguments + 32), load_int(arguments + 40)
-        share = load_int(arguments + 48)
+        blocks, codes, numbers = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
+        count, size, halves = load_int(arguments + 24), load_int(arguments + 32), load_int(arguments + 40)
+        first, run, share = load_int(arguments + 48), load_int(arguments + 56), load_int(arguments + 64)
         for block in range(index * share, min((index + 1) * share, count)):
-            for first in range(0, size, run):
-                source, target = blocks + block * stride + first, out + 2 * (block * size + first)
-                for at in range(0, run, 8):
+            source = blocks + block * size
+            target = codes + 2 * block * (size - first)
+            for number in range(halves):
+                store_float(numbers + 4 * (number * count + block), load_half(source + 2 * number))
+            for begin in range(first, size, run):
+                for at in range(begin, begin + run, 8):
                     pairs = load_unaligned(source + at)
-                    store_int(target + at, pairs & _LOW_NIBBLES)
-                    store_int(target + run + at, pairs >> 4 & _LOW_NIBBLES)
+                    store_int(target, pairs & _LOW_NIBBLES)
+                    store_int(target + run, pairs >> 4 & _LOW_NIBBLES)
+                    target += 8
+                target += run
 
     return split.address
+
+
+@functools.cache
+def _fit_unit() -> int:
+    """(numbers, count, misfits): `_FIT_SHARE` numbers for each unit."""
+
+    @unit
+    def fit(arguments, index, worker):  # type: ignore[no-untyped-def]
+        numbers, misfits = load_int(arguments), 0
+        for at in range(index * _FIT_SHARE, min((index + 1) * _FIT_SHARE, load_int(arguments + 8))):
+            number = load_float(numbers + 4 * at)
+            misfits += np.int64(as_half(number) != number)
+        if misfits:
+            add_int(load_int(arguments + 16), misfits)
+
+    return fit.address

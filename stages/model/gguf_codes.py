@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepinfer.kernels.cpu.repack import split_nibbles
+from deepinfer.kernels.cpu.repack import split_blocks
 from deepinfer.stages.model.int4 import Int4Groups
 
 GROUP = 32
@@ -19,13 +19,14 @@ GROUP = 32
 
 def q4_0(raw: np.ndarray) -> Int4Groups:
     """raw uint8 [rows, bytes]: blocks of 18, w = d * (q - 8)."""
-    scales = _halves(raw, 18, 0)
-    return Int4Groups(_codes(raw, 18, 2, 16), scales, scales * np.float32(-8))
+    codes, (scales,) = _split(raw, 18, 1, 2, 16)
+    return Int4Groups(codes, scales, scales * np.float32(-8))
 
 
 def q4_1(raw: np.ndarray) -> Int4Groups:
     """raw uint8 [rows, bytes]: blocks of 20, w = d * q + m."""
-    return Int4Groups(_codes(raw, 20, 4, 16), _halves(raw, 20, 0), _halves(raw, 20, 2))
+    codes, (scales, minima) = _split(raw, 20, 2, 4, 16)
+    return Int4Groups(codes, scales, minima)
 
 
 def q4_k(raw: np.ndarray) -> Int4Groups:
@@ -35,9 +36,10 @@ def q4_k(raw: np.ndarray) -> Int4Groups:
     low, high, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 0x3F, (both & 0x0F) | ((low >> 2) & 0x30)], axis=-1)
     minima = np.concatenate([high & 0x3F, (both >> 4) | ((high >> 2) & 0x30)], axis=-1)
-    scale = _halves(raw, 144, 0)[..., None] * scales.astype(np.float32)
-    minimum = _halves(raw, 144, 2)[..., None] * minima.astype(np.float32)
-    return Int4Groups(_codes(raw, 144, 16, 32), scale.reshape(rows, -1), -minimum.reshape(rows, -1))
+    codes, (of_scales, of_minima) = _split(raw, 144, 2, 16, 32)
+    scale = of_scales[..., None] * scales.astype(np.float32)
+    minimum = of_minima[..., None] * minima.astype(np.float32)
+    return Int4Groups(codes, scale.reshape(rows, -1), -minimum.reshape(rows, -1))
 
 
 class Int8Groups(NamedTuple):
@@ -57,11 +59,7 @@ def q8_0(raw: np.ndarray) -> Int8Groups:
 READERS = {"Q4_0": q4_0, "Q4_1": q4_1, "Q4_K": q4_k}
 
 
-def _halves(raw: np.ndarray, block: int, at: int) -> np.ndarray:
-    """float32 [rows, blocks]: the fp16 `at` so many bytes of each block."""
-    return raw.view(np.float16).reshape(len(raw), -1, block // 2)[..., at // 2].astype(np.float32)
-
-
-def _codes(raw: np.ndarray, block: int, at: int, run: int) -> np.ndarray:
-    """uint8 [rows, columns]: the nibbles of each block from byte `at` on, see `split_nibbles`."""
-    return split_nibbles(raw.reshape(-1, block)[:, at:], run).reshape(len(raw), -1)
+def _split(raw: np.ndarray, block: int, halves: int, first: int, run: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Of blocks of so many bytes: codes uint8 [rows, columns] and numbers fp32 [rows, blocks], see `split_blocks`."""
+    codes, numbers = split_blocks(raw.reshape(-1, block), halves, first, run)
+    return codes.reshape(len(raw), -1), [number.reshape(len(raw), -1) for number in numbers]

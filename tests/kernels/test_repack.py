@@ -62,18 +62,32 @@ def test_records_are_the_bytes_that_tensor_operations_make_of_the_same_weights(k
     assert torch.equal(records, expected)
 
 
-@pytest.mark.parametrize(("size", "run"), [(16, 16), (128, 32), (8, 8)])
-def test_codes_come_out_of_bytes_lower_nibbles_first_in_every_run(size, run):
-    raw = np.random.default_rng(size).integers(0, 256, (1001, size + 3), np.uint8)
-    blocks = raw[:, 3:]
-    pairs = blocks.reshape(len(blocks), -1, 1, run)
-    expected = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(len(blocks), -1)
-    np.testing.assert_array_equal(repack.split_nibbles(blocks, run), expected)
+@pytest.mark.parametrize(("size", "halves", "run"), [(16, 2, 16), (128, 1, 32), (8, 0, 8)])
+def test_blocks_come_apart_into_numbers_and_codes_lower_nibbles_first_in_every_run(size, halves, run):
+    raw = np.random.default_rng(size).integers(0, 256, (1001, size + 6), np.uint8)
+    numbers = np.random.default_rng(size).standard_normal((1001, 3)).astype(np.float16)
+    raw[:, :6] = numbers.view(np.uint8)
+    pairs = raw[:, 6:].reshape(len(raw), -1, 1, run)
+    expected = np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(len(raw), -1)
+    codes, found = repack.split_blocks(raw, halves, 6, run)
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(found, numbers[:, :halves].T.astype(np.float32))
 
 
 @pytest.mark.parametrize(
-    "blocks", [np.zeros((2, 20), np.uint8), np.zeros((2, 16), np.int8), np.zeros((2, 64), np.uint8)[:, ::2]]
+    "blocks", [np.zeros((2, 20), np.uint8), np.zeros((2, 16), np.int8), np.zeros((2, 32), np.uint8)[:, ::2]]
 )
 def test_bytes_that_are_no_whole_runs_or_do_not_lie_side_by_side_are_refused(blocks):
     with pytest.raises(ValueError, match="do not hold runs of 16"):
-        repack.split_nibbles(blocks, 16)
+        repack.split_blocks(blocks, 1, 0, 16)
+
+
+@pytest.mark.parametrize("count", [1, 16, 100_003])
+def test_one_number_that_fp16_does_not_hold_is_found_wherever_it_is(count):
+    numbers = torch.randn(count).half().float()
+    assert repack.fit_half(numbers.data_ptr(), count)
+    for value in (1.0001, 70000.0, 1e-9):
+        for place in {0, count // 2, count - 1}:
+            changed = numbers.clone()
+            changed[place] = value
+            assert not repack.fit_half(changed.data_ptr(), count)
