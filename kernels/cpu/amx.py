@@ -68,20 +68,30 @@ def multiply_tiles(builder: Any, sums: int, rows: int, columns: int) -> None:
     call(builder, "llvm.x86.tdpbf16ps", _VOID, _register(sums), _register(rows), _register(columns))
 
 
+def emit_set_up(builder: Any, rest: Any) -> None:
+    """Gives this thread its tiles: of full size, and for `rest` rows, 1 .. 16. It takes as long as ten products."""
+    last = builder.trunc(rest, _BYTE)
+    config = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 64))
+    builder.store(ir.Constant(ir.ArrayType(_BYTE, 64), bytearray([1] + [0] * 63)), config)
+    start = builder.ptrtoint(config, ir.IntType(64))
+    for tile in range(ROW_TILE_OF_REST + 1):
+        width, height = offset(builder, start, 16 + 2 * tile), offset(builder, start, 48 + tile)
+        builder.store(_register(64), _place(builder, width))
+        builder.store(last if tile >= SUMS_OF_REST else _register(ROWS), _place(builder, height))
+    call(builder, "llvm.x86.ldtilecfg", _VOID, _place(builder, start))
+
+
+def emit_let_go(builder: Any) -> None:
+    """This thread has no tiles then."""
+    call(builder, "llvm.x86.tilerelease", _VOID)
+
+
 @intrinsic
 def set_up_tiles(_typing: Any, rest: Any) -> Any:
-    """Gives this thread its tiles: of full size, and for `rest` rows, 1 .. 16."""
+    """See `emit_set_up`."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        last = builder.trunc(args[0], _BYTE)
-        config = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 64))
-        builder.store(ir.Constant(ir.ArrayType(_BYTE, 64), bytearray([1] + [0] * 63)), config)
-        start = builder.ptrtoint(config, ir.IntType(64))
-        for tile in range(ROW_TILE_OF_REST + 1):
-            width, height = offset(builder, start, 16 + 2 * tile), offset(builder, start, 48 + tile)
-            builder.store(_register(64), _place(builder, width))
-            builder.store(last if tile >= SUMS_OF_REST else _register(ROWS), _place(builder, height))
-        call(builder, "llvm.x86.ldtilecfg", _VOID, _place(builder, start))
+        emit_set_up(builder, args[0])
         return context.get_dummy_value()
 
     return nt.void(nt.int64), emit
@@ -89,10 +99,10 @@ def set_up_tiles(_typing: Any, rest: Any) -> Any:
 
 @intrinsic
 def let_go_of_tiles(_typing: Any) -> Any:
-    """This thread has none then."""
+    """See `emit_let_go`."""
 
     def emit(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        call(builder, "llvm.x86.tilerelease", _VOID)
+        emit_let_go(builder)
         return context.get_dummy_value()
 
     return nt.void(), emit

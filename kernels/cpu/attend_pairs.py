@@ -19,9 +19,11 @@ from deepinfer.kernels.cpu.bf16_tiles import (
     TILE,
     key_pairs,
     largest_of,
+    let_go_of_rows,
     pair_accumulate,
     pair_scores,
     row_record,
+    set_up_rows,
     softmax_weight,
     spread_largest,
     store_pairs,
@@ -29,7 +31,7 @@ from deepinfer.kernels.cpu.bf16_tiles import (
 )
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_half, store_float, store_int
+from deepinfer.kernels.cpu.memory import load_half, store_float
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
@@ -160,7 +162,8 @@ def attend_pairs(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """As `attend.attend_unit`; `queries` hold bf16 [head_dim] where that one has fp32.
 
-    at_once: how many rows are multiplied together. record: `RowRecord` of this head_dim. place: its `Places`.
+    at_once: how many rows are multiplied together; `MATRIX_ROWS`: by matrix tiles. record: `RowRecord` of this
+    head_dim. place: its `Places`.
     """
     literally(k_codec)
     literally(v_codec)
@@ -177,10 +180,12 @@ def attend_pairs(  # type: ignore[no-untyped-def]
             mine = records + ((row - first) * group + member) * record.length
             _zero_row(mine, record.maximum)
             store_f32(mine + record.maximum, splat(_LOWEST))
-            store_int(mine + record.query, queries + 4 * (row * row_floats + (head * group + member) * head_dim))
+            query = queries + 4 * (row * row_floats + (head * group + member) * head_dim)
+            _copy_row(query, mine + record.query, 2 * head_dim)
     begin = np.int64(positions[first])
     context = np.int64(positions[end - 1]) + 1
     start = max(0, begin - window + 1) if window > 0 else 0
+    set_up_for = 0
     for token in range(start - start % TILE, context, TILE):
         ahead, ahead_end = token + _AHEAD, min(token + _AHEAD + TILE, context)
         prefetch_tokens(layer[plan.K_ADDRESS], k_row, layer, table, head, ahead, ahead_end)
@@ -201,6 +206,10 @@ def attend_pairs(  # type: ignore[no-untyped-def]
         seen_from = first + max(0, token - begin)
         seen_to = min(end, first + token + TILE - 1 + window - begin) if window > 0 else end
         low_index, last = (seen_from - first) * group, (seen_to - first) * group - 1
+        rest = (last - low_index) % at_once + 1
+        if rest != set_up_for:
+            set_up_rows(at_once, rest)
+            set_up_for = rest
         for index in range(low_index, last + 1, at_once):
             pair_scores(at_once, head_dim, keys, records, index, last)
         for row in range(seen_from, seen_to):
@@ -211,6 +220,7 @@ def attend_pairs(  # type: ignore[no-untyped-def]
                 _weigh(k_codec, v_codec, mine + record.scores, mine + record.sums, scales, low, high)
         for index in range(low_index, last + 1, at_once):
             pair_accumulate(at_once, head_dim, values, records, index, last)
+    let_go_of_rows(at_once)
     for row in range(first, end):
         for member in range(group):
             mine = records + ((row - first) * group + member) * record.length

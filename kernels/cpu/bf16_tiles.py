@@ -17,7 +17,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from deepinfer.kernels.codecs import BF16, CODECS, FP8_E4M3, FP8_E5M2, INT8
-from deepinfer.kernels.cpu import bf16_dot
+from deepinfer.kernels.cpu import amx, bf16_dot
+from deepinfer.kernels.cpu.amx_attention import emit_accumulate, emit_scores
 from deepinfer.kernels.cpu.bf16_dot import (
     VECTOR_BYTES,
     WORDS,
@@ -44,6 +45,8 @@ from deepinfer.kernels.cpu.vec16 import (
 
 TILE = 2 * LANES
 """Tokens of a tile, always aligned to a multiple of it in the context."""
+MATRIX_ROWS = amx.ROWS
+"""Rows that are multiplied together by matrix tiles."""
 CHUNK = 64
 """Divides every head_dim that these tiles take."""
 CODES = tuple(codec.number for codec in (INT8, FP8_E4M3, FP8_E5M2, BF16))
@@ -177,7 +180,7 @@ def value_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  
 class RowRecord(NamedTuple):
     """What is kept of a row and query head while it goes through the tiles of its context: byte offsets of an
     accumulator fp32 [head_dim], of [16] fp32 lane sums, maxima (all equal) and decays (all equal), of the scores fp32
-    [32] of the present tile, whose place its weights bf16 [32] take, and of the int64 address of its query."""
+    [32] of the present tile, whose place its weights bf16 [32] take, and of its query bf16 [head_dim]."""
 
     sums: int
     maximum: int
@@ -191,7 +194,7 @@ def row_record(head_dim: int) -> RowRecord:
     sums = 4 * head_dim
     scores = sums + 3 * VECTOR_BYTES
     query = scores + 2 * VECTOR_BYTES
-    return RowRecord(sums, sums + VECTOR_BYTES, sums + 2 * VECTOR_BYTES, scores, query, query + VECTOR_BYTES)
+    return RowRecord(sums, sums + VECTOR_BYTES, sums + 2 * VECTOR_BYTES, scores, query, query + 2 * head_dim)
 
 
 def _records_at(builder: Any, records: Any, index: Any, last: Any, count: int, length: int) -> list[Any]:
@@ -205,7 +208,8 @@ def _records_at(builder: Any, records: Any, index: Any, last: Any, count: int, l
 def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, index: Any, last: Any):  # type: ignore[no-untyped-def]
     """The scores of a tile for `count` rows from `index` on, written to their records.
 
-    count, dim: literals. keys: the tile. Rows beyond `last` are that row again. Queries are bf16 [dim].
+    count, dim: literals. keys: the tile. Rows beyond `last` are that row again. A count of `MATRIX_ROWS` means by
+    matrix tiles, which `set_up_rows` has set up for the rows that there are.
     """
     literals = _literals(count, dim)
     if literals is None:
@@ -216,10 +220,11 @@ def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, ind
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         keys, records, index, last = args[2:]
+        if num_rows == MATRIX_ROWS:
+            emit_scores(builder, record, head_dim, keys, records, index, last)
+            return context.get_dummy_value()
         homes = _records_at(builder, records, index, last, num_rows, record.length)
-        queries = [
-            builder.load(builder.inttoptr(offset(builder, home, record.query), _I64.as_pointer())) for home in homes
-        ]
+        queries = [offset(builder, home, record.query) for home in homes]
         sums = [cgutils.alloca_once(builder, VF32) for _ in slots]
         for slot in sums:
             builder.store(constant(0.0), slot)
@@ -245,6 +250,37 @@ def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, ind
         return context.get_dummy_value()
 
     return nt.void(count, dim, nt.int64, nt.int64, nt.int64, nt.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def set_up_rows(_typing: Any, count: Any, rest: Any):  # type: ignore[no-untyped-def]
+    """Before rows are multiplied `count` (a literal) together: where that is by matrix tiles, for a last tile of `rest`
+    rows."""
+    literals = _literals(count)
+    if literals is None:
+        return None
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if literals[0] == MATRIX_ROWS:
+            amx.emit_set_up(builder, args[1])
+        return context.get_dummy_value()
+
+    return nt.void(count, nt.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def let_go_of_rows(_typing: Any, count: Any):  # type: ignore[no-untyped-def]
+    """After the last product of rows, `count` (a literal) together."""
+    literals = _literals(count)
+    if literals is None:
+        return None
+
+    def emit(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        if literals[0] == MATRIX_ROWS:
+            amx.emit_let_go(builder)
+        return context.get_dummy_value()
+
+    return nt.void(count), emit
 
 
 # 2^f for |f| <= 1/2, by the polynomial of degree 5 that is 1 at 0 and whose greatest relative error is least (1e-7).
@@ -325,6 +361,9 @@ def pair_accumulate(_typing: Any, count: Any, dim: Any, values: Any, records: An
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         values, records, index, last = args[2:]
+        if num_rows == MATRIX_ROWS:
+            emit_accumulate(builder, record, head_dim, values, records, index, last)
+            return context.get_dummy_value()
         homes = _records_at(builder, records, index, last, num_rows, record.length)
         decays = [load_scalar(builder, offset(builder, home, record.decay)) for home in homes]
         for chunk in range(0, head_dim // LANES, 4):

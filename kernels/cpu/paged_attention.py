@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import BF16, FP32
+from deepinfer.kernels.cpu import amx
 from deepinfer.kernels.cpu.attend_pairs import scratch_bytes
 from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, AttentionUnits, attention_units, multiplies_pairs
 from deepinfer.kernels.cpu.plan import layer_plan
@@ -76,8 +77,10 @@ class NumbaAttention(EncoderCounts):
         pairs = sum(
             multiplies_pairs(layout.k, layout.v, BF16, spec.head_dim, biased, spec.soft_cap) for biased in self._biased
         )
+        self._by_tiles = amx.available()
+        by = " by AMX" if self._by_tiles else ""
         where = "" if pairs == spec.num_layers else f" in {pairs} of {spec.num_layers} layers"
-        self.name = "numba fused paged" + (f", bf16 products for bf16 activations{where}" if pairs else "")
+        self.name = "numba fused paged" + (f", bf16 products{by} for bf16 activations{where}" if pairs else "")
 
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
@@ -112,7 +115,7 @@ class NumbaAttention(EncoderCounts):
     def _units_of(self, layer: int, dtype: torch.dtype) -> AttentionUnits:
         return attention_units(
             *(self._layout.k, self._layout.v, _ACTIVATIONS[dtype], self._spec.head_dim, self._biased[layer]),
-            *(self._spec.soft_cap, self._spec.num_q_heads // self._spec.num_kv_heads),
+            *(self._spec.soft_cap, self._spec.num_q_heads // self._spec.num_kv_heads, self._by_tiles),
         )
 
     def _prepare(self, batch: AttentionBatch) -> _Workspace:

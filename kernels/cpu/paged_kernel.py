@@ -13,6 +13,7 @@ from deepinfer.kernels.codecs import BF16, Codec
 from deepinfer.kernels.cpu import bf16_tiles, plan
 from deepinfer.kernels.cpu.attend import attend_unit
 from deepinfer.kernels.cpu.attend_pairs import attend_pairs, places, prefetch_first
+from deepinfer.kernels.cpu.bf16_tiles import MATRIX_ROWS
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.kv_write import (
     make_storable,
@@ -166,10 +167,11 @@ def tile_of(arguments, layer, head_dim, first, end, worker):  # type: ignore[no-
 
 @functools.cache
 def attention_units(
-    k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool, soft_cap: float, group: int
+    k: Codec, v: Codec, activations: Codec, head_dim: int, key_bias: bool, soft_cap: float, group: int, by_tiles: bool
 ) -> AttentionUnits:
     """Compiled for these, or loaded from disk, when it is first asked for. With `key_bias` the layer's bias is added to
     the keys that are read. `soft_cap`: of `AttentionSpec`. `group`: query heads of a KV head.
+    by_tiles: products of bf16 are those of matrix tiles.
 
     Only numbers are closed over: they become constants of the machine code, and keep the disk cache's key stable.
     """
@@ -179,7 +181,7 @@ def attention_units(
     capped, cap = int(soft_cap > 0), np.float32(soft_cap)
     pairs = int(multiplies_pairs(k, v, activations, head_dim, key_bias, soft_cap))
     record, place = bf16_tiles.row_record(head_dim), places(head_dim)
-    alone = rows_at_once(group)
+    together, alone = (MATRIX_ROWS, MATRIX_ROWS) if by_tiles else (4, rows_at_once(group))
 
     @unit
     def write(arguments, row, worker):  # type: ignore[no-untyped-def]
@@ -199,7 +201,7 @@ def attention_units(
         table, positions, queries, row_floats, out, scratch = tile_of(arguments, layer, head_dim, first, end, worker)
         if pairs:
             attend_pairs(
-                k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, 4, record, place, layer,
+                k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, together, record, place, layer,
                 table, positions, first, end, head, queries, row_floats, out, scratch,
             )  # fmt: skip
         else:

@@ -8,12 +8,22 @@ from kernel_harness import Case, assert_bit_equal_in_any_chunking
 
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.codecs import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8
-from deepinfer.kernels.cpu import bf16_tiles, tiles
+from deepinfer.kernels.cpu import amx, bf16_tiles, tiles
 from deepinfer.kernels.cpu.paged_kernel import multiplies_pairs, rows_at_once
 from deepinfer.kernels.reference_attention import ReferenceAttention
 from deepinfer.stages.memory.residency import READ_TOGETHER
 
 pytestmark = pytest.mark.skipif(not bf16_tiles.available(), reason="this processor has no AVX512-BF16 and VBMI")
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["dot products", "matrix tiles"])
+def by_tiles(request, monkeypatch):
+    """By what an attention that is made in this test multiplies bf16."""
+    if request.param and not amx.available():
+        pytest.skip("this processor has no AMX for bf16")
+    monkeypatch.setattr(amx, "available", lambda: request.param)
+    return request.param
+
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 64, 65, 100)
 
@@ -190,6 +200,11 @@ def assert_same_numbers(got, expected):
     number = ~torch.isnan(expected)
     assert torch.equal(got[number], expected[number])
     assert torch.equal(torch.signbit(got[number]), torch.signbit(expected[number]))
+
+
+def test_status_says_by_what_products_are_made(by_tiles):
+    case = pair_case("int8", lengths=(40,))
+    assert ("by AMX" in case.attention("numba", case.pool()).name) == by_tiles
 
 
 def test_only_what_bf16_holds_exactly_is_multiplied_as_bf16():
