@@ -12,20 +12,27 @@ from typing import Any
 
 import click
 
-from deepinfer.daemon.cli_bench import bench, kv_quality, validate_kernels
 from deepinfer.daemon.cli_common import EXIT_CONFIG, fail, folder_errors, folder_of, runtime_option, where_options
 from deepinfer.daemon.cli_keys import keys_group
+from deepinfer.daemon.cli_lazy import LazyGroup
 from deepinfer.daemon.cli_models import models, pull, quantize
 from deepinfer.daemon.cli_operate import dump, logs, reload
 from deepinfer.daemon.cli_settings import config_group, plan_command, settings_options
-from deepinfer.daemon.cli_stress import stress
 from deepinfer.daemon.config import ConfigError, DaemonConfig
 from deepinfer.daemon.runtime_folder import FolderError
 from deepinfer.daemon.sources import gather
 from deepinfer.daemon.topology import Topology, two_processes
 
+_MEASURING = "deepinfer.daemon.cli_bench"
+_ELSEWHERE = {
+    "bench": (_MEASURING, "bench"),
+    "kv-quality": (_MEASURING, "kv_quality"),
+    "stress": ("deepinfer.daemon.cli_stress", "stress"),
+    "validate-kernels": (_MEASURING, "validate_kernels"),
+}
 
-@click.group(context_settings={"max_content_width": 110})
+
+@click.group(cls=LazyGroup, elsewhere=_ELSEWHERE, context_settings={"max_content_width": 110})
 @click.version_option(package_name="deepinfer-daemon")
 def main() -> None:
     """Serve a language model from a small machine, over ZeroMQ."""
@@ -34,7 +41,7 @@ def main() -> None:
 main.add_command(config_group)
 main.add_command(plan_command)
 main.add_command(keys_group)
-for operation in (reload, logs, dump, validate_kernels, kv_quality, bench, stress, pull, models, quantize):
+for operation in (reload, logs, dump, pull, models, quantize):
     main.add_command(operation)
 
 
