@@ -46,13 +46,14 @@ CACHE_FOLDER = _cache_folder()
 
 def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Compile for this CPU, and keep the result on disk: at once if a signature is given, else at the first
-    call.
+    call. Raises TypeError if the function closes over anything but numbers.
 
     No fast-math: the order of every sum is as written, so rows stay bit-equal.
     """
     parallel = parallel and THREADING_LAYER == "omp"
 
     def decorate(function: Callable[..., Any]) -> Any:
+        _check_closure(function)
         before = numba.config.CACHE_DIR
         # Numba's key on disk does not know of `parallel`: in one folder, what was compiled first would be both.
         numba.config.CACHE_DIR = str(CACHE_FOLDER / ("all-threads" if parallel else "one-thread"))
@@ -64,6 +65,15 @@ def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Call
     return decorate
 
 
+def _check_closure(function: Callable[..., Any]) -> None:
+    """The disk cache's key is made of what is closed over, and a compiled function is another one in every process: it
+    would be compiled at every start and kept each time."""
+    for name, value in inspect.getclosurevars(function).nonlocals.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(part, (int, float, np.generic)) for part in parts):
+            raise TypeError(f"{function.__qualname__} closes over {name}, which is no number: {value!r}")
+
+
 _units: list[Any] = []
 """Whoever uses a unit has its address only; this keeps the code."""
 
@@ -71,13 +81,9 @@ _units: list[Any] = []
 def compiled_unit(function: Callable[[int, int, int], None]) -> Any:
     """Compile a function for `tasks`, as C calls it; `.address` is where it lies, for as long as the process lives.
 
-    Raises TypeError if it closes over anything but numbers. The disk cache's key is made of what is closed over, and a
-    compiled function is another one in every process: it would be compiled at every start and kept each time.
+    Raises TypeError if it closes over anything but numbers, as `compiled` does.
     """
-    for name, value in inspect.getclosurevars(function).nonlocals.items():
-        parts = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(part, (int, float, np.generic)) for part in parts):
-            raise TypeError(f"{function.__qualname__} closes over {name}, which is no number: {value!r}")
+    _check_closure(function)
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(CACHE_FOLDER / "units")
     try:

@@ -81,7 +81,8 @@ def test_formats_and_the_spin_limit_need_neither_torch_nor_numba():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_unit_that_closes_over_a_compiled_function_is_refused_for_no_process_would_find_it_on_disk_again():
+@pytest.mark.parametrize("compile_it", [jit.compiled_unit, jit.compiled(), jit.compiled(parallel=True)])
+def test_what_closes_over_a_compiled_function_is_refused_for_no_process_would_find_it_on_disk_again(compile_it):
     @jit.helper
     def one_more(number):
         return number + 1
@@ -90,4 +91,4 @@ def test_a_unit_that_closes_over_a_compiled_function_is_refused_for_no_process_w
         one_more(index)
 
     with pytest.raises(TypeError, match="made closes over one_more"):
-        jit.compiled_unit(made)
+        compile_it(made)
