@@ -112,10 +112,8 @@ def _rope(config: ModelConfig, where: str) -> dict[str, Any]:
             "short_factor": list(rope.frequency_divisors),
             "long_factor": list(rope.long_divisors),
         }
-    part = {"partial_rotary_factor": rope.rotated / config.head_dim} if rope.rotated else {}
-    parameters |= part
     scaling = None if rope.rope_type == "default" else {k: v for k, v in parameters.items() if k != "rope_theta"}
-    return {"rope_theta": rope.theta, "rope_parameters": parameters, "rope_scaling": scaling, **part}
+    return {"rope_theta": rope.theta, "rope_parameters": parameters, "rope_scaling": scaling}
 
 
 def _llama3(config: ModelConfig, where: str) -> dict[str, Any]:

@@ -65,9 +65,12 @@ class RopeConfig:
 
     def named(self, context: int) -> str:
         """As `status` has it."""
-        if not self.long_divisors:
-            return self.rope_type
-        return f"{self.rope_type}, {'long' if self.is_long(context) else 'short'} factors"
+        said = [self.rope_type]
+        if self.long_divisors:
+            said.append(f"{'long' if self.is_long(context) else 'short'} factors")
+        if self.rotated:
+            said.append(f"{self.rotated} elements of each head")
+        return ", ".join(said)
 
 
 @dataclass(frozen=True)

@@ -194,3 +194,19 @@ def test_the_compute_dtype_follows_the_weights_and_the_processor() -> None:
 def test_parts_of_a_head_that_cannot_be_rotated_are_refused_by_name(factor: object) -> None:
     with pytest.raises(CheckpointError, match="partial_rotary_factor"):
         _read(model_type="phi3", head_dim=96, partial_rotary_factor=factor)
+
+
+def test_phi_4_mini_rotates_three_quarters_of_each_head_by_longrope() -> None:
+    sets = {"short_factor": [1.0] * 48, "long_factor": [1 + i / 8 for i in range(48)]}
+    sizes = {**SIZES, "hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 131072}
+    sizes |= {"original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75}
+    ours = _read(model_type="phi3", rope_scaling={"type": "longrope", **sets}, **sizes)
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096, **sets}
+    theirs = AutoConfig.for_model("phi3", **sizes, pad_token_id=None, rope_parameters=parameters)
+    wanted, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, torch.device("cpu"), seq_len=131072)
+    assert torch.equal(inverse_frequencies(ours.rope, 128, 131072), wanted)
+    cos, sin = rope_tables(ours.rope, 128, 131072)
+    assert torch.equal(cos[:, 48:], torch.ones(131072, 16))
+    assert not sin[:, 48:].any()
+    assert float(cos[0, 0]) == pytest.approx(factor)
+    assert ours.rope.named(131072) == "longrope, long factors, 96 elements of each head"
