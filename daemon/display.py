@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from deepinfer.daemon.start_times import in_words
 
 WIDE = 240
 logger = logging.getLogger(__name__)
+
+
+class _Bytes(DownloadColumn):
+    """Of steps that are measured in bytes."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
 
 
 class StartDisplay:
@@ -27,24 +35,28 @@ class StartDisplay:
         self._last = ""
 
     def progress(self, what: str, done: int, total: int) -> None:
+        begins = what != self._last
+        self._last = what
         if not self._console.is_terminal:
-            if what != self._last:
-                self._last = what
+            if begins:
                 logger.info("%s ...", what)
             return
         if self._bar is None:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                DownloadColumn(binary_units=True),
+                _Bytes(binary_units=True),
                 TimeElapsedColumn(),
                 console=self._console,
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(what, total=None)
+        if begins and self._task is not None:
+            self._bar.remove_task(self._task)
+        if begins:
+            self._task = self._bar.add_task(what, total=total or None)
         if self._task is not None:
-            self._bar.update(self._task, description=what, completed=done, total=total or None)
+            self._bar.update(self._task, completed=done)
 
     def ready(self, status: dict[str, Any], connection_file: Path) -> None:
         self._close_bar()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "human", "json")
 HUMAN = "%(asctime)s {process} %(levelname)s %(name)s: %(message)s"
+CLEAR_LINE = "\r\x1b[2K"
+"""On a terminal: a bar that another process shows there is drawn again, below what is written."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,8 +40,11 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(process: str, level: str, format: str) -> None:
     """For the whole process; replaces what was set up before."""
     handler = logging.StreamHandler(sys.stderr)
-    as_json = format == "json" or (format == "auto" and not sys.stderr.isatty())
-    handler.setFormatter(JsonFormatter(process) if as_json else logging.Formatter(HUMAN.format(process=process)))
+    terminal = sys.stderr.isatty()
+    as_json = format == "json" or (format == "auto" and not terminal)
+    before = CLEAR_LINE if terminal and os.environ.get("TERM", "dumb") != "dumb" else ""
+    human = logging.Formatter(before + HUMAN.format(process=process))
+    handler.setFormatter(JsonFormatter(process) if as_json else human)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)  # A warning of a library is a line of the log like any other.
     for noisy in ("httpx", "asyncio"):

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
+import termios
 import threading
 import time
 from pathlib import Path
@@ -285,8 +287,10 @@ def test_without_a_service_manager_or_with_a_dead_one_nothing_happens(tmp_path):
 
 def test_on_a_terminal_it_speaks_to_people_and_ends_when_the_terminal_goes(tiny_path, folder):
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 120))
     command = [*CLI, "start", "--model", str(tiny_path), "--runtime-dir", str(folder), "--num-blocks", "32"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    process = subprocess.Popen(command, **streams, env={**os.environ, "TERM": "xterm"}, start_new_session=True)
     os.close(theirs)
     shown = bytearray()
 
@@ -301,6 +305,12 @@ def test_on_a_terminal_it_speaks_to_people_and_ends_when_the_terminal_goes(tiny_
         until(lambda: b"connection file" in shown, 90)
         assert b"32 blocks" in shown
         assert b'"level"' not in shown
+        log_lines = [line for line in re.split(rb"[\r\n]+", bytes(shown)) if b" engine INFO " in line]
+        assert log_lines
+        assert all(re.match(rb"\x1b\[2K\d{4}-", line) for line in log_lines), "written behind a bar"
+        without_colours = re.sub(rb"\x1b\[[0-9;]*m", b"", bytes(shown))
+        assert b"compiling kernels" in without_colours
+        assert not re.search(rb"compiling kernels[^\r\n]*(MiB|bytes)", without_colours)
         process.send_signal(signal.SIGHUP)
         assert process.wait(60) == 0
     finally:
