@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.cpu import amx
+from deepinfer.kernels.cpu.amx_matmul import MOST_ROWS
 from deepinfer.kernels.cpu.bf16_dot import available
 from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, packed_units
 from deepinfer.kernels.cpu.packed_products import (
@@ -83,6 +84,7 @@ class PackedLinear:
             self._bias[: self._outputs] = bias
         self._padded_width = self._groups * group
         self._number, self._group, self._wide = kind, group, wide
+        self._row_tile = MOST_ROWS if by_tiles else ROW_TILE
         self._units = packed_units(kind, group, wide, out_dtype == torch.bfloat16, by_tiles)
 
     @property
@@ -109,8 +111,10 @@ class PackedLinear:
         workers = numba.get_num_threads()
         read, sums, tasks = x, self._bias, []
         if self._number == P_INT4:
-            sums = torch.empty((rows, self._groups))
-            tasks.append(Task(self._units.sums, rows, (x.data_ptr(), sums.data_ptr(), self._groups)))
+            # By tiles, what belongs to no row is read as well: it must not be subnormal, which is slow.
+            sums = torch.zeros((self._groups, -(-rows // amx.ROWS) * amx.ROWS))
+            arguments = (x.data_ptr(), sums.data_ptr(), self._groups, rows)
+            tasks.append(Task(self._units.sums, rows, arguments))
         elif self._number == P_INT4_A8:
             sums = torch.empty((rows, self._groups + self._padded_width // CHUNK))
             read = torch.empty((rows, self._padded_width), dtype=torch.int8)
@@ -120,7 +124,7 @@ class PackedLinear:
         units = -(-self._blocks // share)
         addresses = [part.data_ptr() for part in (read, self._records, self._bias, sums, y)]
         numbers = (rows, self._blocks, self._groups, share, units)
-        tasks.append(Task(self._units.matmul, units * -(-rows // ROW_TILE), (*addresses, *numbers)))
+        tasks.append(Task(self._units.matmul, units * -(-rows // self._row_tile), (*addresses, *numbers)))
         run_tasks(tasks, workers, x, read, sums, y)
         return y if y.shape[1] == self._outputs else _without_padding(y, self._outputs)
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import numba.core.types as nt
-import numpy as np
 from llvmlite import ir
-from numba import literally
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from deepinfer.kernels.codecs import BF16, FP16, FP32
 from deepinfer.kernels.cpu import amx
-from deepinfer.kernels.cpu.amx import stack_memory
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, load_scalar, store_bf16
 from deepinfer.kernels.cpu.codecs import decode
-from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.packed_products import (
     BLOCK,
     CHUNK,
@@ -32,12 +28,7 @@ from deepinfer.kernels.cpu.packed_products import (
     record_bytes,
     weight_pairs,
 )
-from deepinfer.kernels.cpu.vec16 import VF32, fused, load, load_f32, offset, splat, store, store_f32, vec16
-
-SEGMENT = 1024
-"""k whose tiles are made at a time: they stay in the first-level cache while the rows go by."""
-MOST_ROWS = 64
-_TOTALS_BYTES, _TILES_BYTES, _WORK_BYTES = MOST_ROWS * VECTOR_BYTES, SEGMENT * 2 * BLOCK, amx.TILE_BYTES
+from deepinfer.kernels.cpu.vec16 import VF32, fused, load, offset, store, vec16
 
 
 def _times(builder: Any, value: Any, factor: int) -> Any:
@@ -75,12 +66,13 @@ def decode_tiles(_typing, kind, group, wide, records, groups, tiles):  # type: i
 
 @intrinsic(prefer_literal=True)
 def add_products(
-    _typing, kind, group, wide, rows, rest, x, x_stride, last, sums, sums_stride, tiles, records, groups, totals, work
+    _typing, kind, group, wide, rows, rest, x, x_stride, sums, sums_stride, tiles, records, groups, totals, work
 ):  # type: ignore[no-untyped-def]
     """totals[r] += x[r] W^T over `groups` groups, for `rows` rows and sixteen outputs.
 
     kind, group, wide, rows and rest (1: by the tiles of the rest) are literals, the others int64.
-    x, sums: as `packed_products` has them, of the first group; sums beyond the row `last` are that row's again.
+    x: bf16 rows of these groups, `x_stride` bytes apart. sums: of the rows of x in the first group, fp32 [16], those of
+        the next one `sums_stride` bytes further.
     tiles, records: of the groups. totals: fp32 [rows, 16]. work: memory of a tile.
     """
     literals = literal_values(kind, group, wide, rows, rest)
@@ -92,21 +84,17 @@ def add_products(
     registers = (amx.SUMS_OF_REST, amx.ROW_TILE_OF_REST) if is_rest else (amx.SUMS, amx.ROW_TILE)
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, x_stride, last, sums, sums_stride, tiles, records, groups, totals, work = args[5:]
+        x, x_stride, sums, sums_stride, tiles, records, groups, totals, work = args[5:]
         line = ir.Constant(x.type, VECTOR_BYTES)
         slots = [cgutils.alloca_once(builder, VF32) for _ in range(num_rows)]
         for r, slot in enumerate(slots):
             builder.store(load(builder, offset(builder, totals, VECTOR_BYTES * r)), slot)
-        sum_rows = []
-        for r in range(num_rows if number in WITH_MINIMA else 0):
-            row = ir.Constant(last.type, r)
-            row = builder.select(builder.icmp_signed("<", row, last), row, last)
-            sum_rows.append(builder.add(sums, builder.mul(row, sums_stride)))
 
         def multiply_group(index: Any) -> None:
             for chunk in range(chunks):
-                at = offset(builder, _times(builder, index, width * 2), chunk * CHUNK * 2)
-                amx.load_tile(builder, registers[1], builder.add(x, at), x_stride)
+                number_of_chunk = offset(builder, _times(builder, index, chunks), chunk)
+                at = builder.add(x, _times(builder, number_of_chunk, 2 * CHUNK))
+                amx.load_tile(builder, registers[1], at, x_stride)
                 place = offset(builder, _times(builder, index, chunks * amx.TILE_BYTES), chunk * amx.TILE_BYTES)
                 amx.load_tile(builder, amx.COLUMN_TILE, builder.add(tiles, place), line)
                 amx.multiply_tiles(builder, *registers, amx.COLUMN_TILE)
@@ -130,10 +118,12 @@ def add_products(
                     for i in range(SCALES[number])
                 ]
 
+                in_group = builder.add(sums, builder.mul(loop.index, sums_stride))
+
                 def scaled(r: int, product: Any, total: Any) -> Any:
                     if number in WITH_MINIMA:
-                        in_group = load_scalar(builder, builder.add(sum_rows[r], _times(builder, loop.index, 4)))
-                        total = fused(builder, in_group, factors[1], total)
+                        summed = load_scalar(builder, offset(builder, in_group, 4 * r))
+                        total = fused(builder, summed, factors[1], total)
                     return fused(builder, product, factors[0], total)
 
                 take_sums(scaled)
@@ -143,7 +133,7 @@ def add_products(
             store(builder, offset(builder, totals, VECTOR_BYTES * r), builder.load(slot))
         return context.get_dummy_value()
 
-    return nt.void(kind, group, wide, rows, rest, *[nt.int64] * 10), emit
+    return nt.void(kind, group, wide, rows, rest, *[nt.int64] * 9), emit
 
 
 @intrinsic(prefer_literal=True)
@@ -159,54 +149,3 @@ def store_output(_typing, out, address, value):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return nt.void(out, nt.int64, vec16), emit
-
-
-@helper
-def tile_products(
-    kind, group, wide, out, x, x_stride, num_rows, sums, sums_stride, w, record, groups, bias, y, y_stride
-):  # type: ignore[no-untyped-def]
-    """Up to `MOST_ROWS` rows against sixteen outputs. The tiles of this thread are set up for num_rows % 16."""
-    literally(kind)
-    literally(group)
-    literally(wide)
-    literally(out)
-    totals, tiles, work = stack_memory(_TOTALS_BYTES), stack_memory(_TILES_BYTES), stack_memory(_WORK_BYTES)
-    # Rows that a tile of the rest lacks are summed as well: what lies there must not be subnormal, which is slow.
-    for row in range(amx.ROWS):
-        store_f32(work + row * VECTOR_BYTES, splat(np.float32(0.0)))
-    for row in range((num_rows + amx.ROWS - 1) // amx.ROWS * amx.ROWS):
-        store_f32(totals + row * VECTOR_BYTES, load_f32(bias))
-    step = SEGMENT // group
-    for first in range(0, groups, step):
-        count, records = min(step, groups - first), w + first * record
-        if kind == P_BF16:
-            ready = records
-        else:
-            ready = tiles
-            decode_tiles(kind, group, wide, records, count, tiles)
-        for row in range(0, num_rows, amx.ROWS):
-            left = num_rows - row
-            x_at, sums_at = x + row * x_stride + first * group * 2, sums + row * sums_stride + first * 4
-            total = totals + row * VECTOR_BYTES
-            if left >= 16:
-                add_products(
-                    kind, group, wide, 16, 0, x_at, x_stride, left - 1, sums_at, sums_stride, ready, records, count,
-                    total, work,
-                )  # fmt: skip
-            elif left > 8:
-                add_products(
-                    kind, group, wide, 16, 1, x_at, x_stride, left - 1, sums_at, sums_stride, ready, records, count,
-                    total, work,
-                )  # fmt: skip
-            elif left > 4:
-                add_products(
-                    kind, group, wide, 8, 1, x_at, x_stride, left - 1, sums_at, sums_stride, ready, records, count,
-                    total, work,
-                )  # fmt: skip
-            else:
-                add_products(
-                    kind, group, wide, 4, 1, x_at, x_stride, left - 1, sums_at, sums_stride, ready, records, count,
-                    total, work,
-                )  # fmt: skip
-    for row in range(num_rows):
-        store_output(out, y + row * y_stride, load_f32(totals + row * VECTOR_BYTES))

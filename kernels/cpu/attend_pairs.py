@@ -17,6 +17,7 @@ from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.attend import prefetch_tokens
 from deepinfer.kernels.cpu.bf16_tiles import (
     TILE,
+    any_larger,
     key_pairs,
     largest_of,
     let_go_of_rows,
@@ -35,7 +36,6 @@ from deepinfer.kernels.cpu.memory import load_half, store_float
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
-    fma,
     keep_lanes,
     lane_sum,
     load_f32,
@@ -143,13 +143,18 @@ def _weigh(k_codec, v_codec, scores, sums, scales, low, high):  # type: ignore[n
     if low > 0 or high < TILE:
         first = keep_lanes(first, low, high, _LOWEST)
         second = keep_lanes(second, low - LANES, high - LANES, _LOWEST)
-    before = load_f32(sums + _VECTOR)
-    top = spread_largest(largest_of(before, largest_of(first, second)))
-    decay = softmax_weight(before, top)
+    top, largest = load_f32(sums + _VECTOR), largest_of(first, second)
+    if any_larger(largest, top):
+        before = top
+        top = spread_largest(largest_of(before, largest))
+        decay = softmax_weight(before, top)
+        store_f32(sums, mul(load_f32(sums), decay))
+        store_f32(sums + _VECTOR, top)
+        store_f32(sums + 2 * _VECTOR, decay)
+    else:
+        store_f32(sums + 2 * _VECTOR, splat(_ONE))
     first, second = softmax_weight(first, top), softmax_weight(second, top)
-    store_f32(sums, fma(load_f32(sums), decay, add(first, second)))
-    store_f32(sums + _VECTOR, top)
-    store_f32(sums + 2 * _VECTOR, decay)
+    store_f32(sums, add(load_f32(sums), add(first, second)))
     if v_codec == _INT8:
         first, second = mul(first, load_f32(scales + 4 * TILE)), mul(second, load_f32(scales + 4 * TILE + _VECTOR))
     store_pairs(scores, first, second)

@@ -309,6 +309,17 @@ def largest_of(_typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def any_larger(_typing: Any, a: Any, b: Any) -> Any:
+    """Whether a lane of a is larger than that of b. NaN is not."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        lanes = builder.bitcast(builder.fcmp_ordered(">", *args), ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0))
+
+    return nt.boolean(vec16, vec16), emit
+
+
+@intrinsic
 def spread_largest(_typing: Any, value: Any) -> Any:
     """The largest lane, in every lane. Any lane may be passed over if one is NaN."""
 

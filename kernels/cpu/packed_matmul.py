@@ -9,8 +9,7 @@ import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu.amx import let_go_of_tiles, set_up_tiles
-from deepinfer.kernels.cpu.amx_products import MOST_ROWS, tile_products
+from deepinfer.kernels.cpu import amx_matmul
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import (
@@ -38,7 +37,7 @@ from deepinfer.kernels.cpu.packed_products import (
 )
 from deepinfer.kernels.cpu.tasks import unit
 
-ROW_TILE = MOST_ROWS
+ROW_TILE = 64
 """Rows that go through all blocks together: their activations stay in the second-level cache."""
 
 
@@ -84,7 +83,7 @@ class PackedUnits(NamedTuple):
     y [rows, 16 * blocks], rows, blocks, groups, blocks of a unit, units of a row tile). All are contiguous. Unit u
     takes the rows of the tile u // units and its share of the blocks. P_INT4_A8: x and sums are what `bytes` wrote."""
     sums: int
-    """(x, sums, groups): sums of x by group, a row for each unit."""
+    """(x, sums, groups): sums of x by group, a row for each unit. By tiles: `amx_matmul.sums_unit`."""
     bytes: int
     """(x, sums, groups, codes): for each unit a row of x, rounded to `codes` int8 [groups * group]; its sums by group
     and behind them the scales of its chunks, fp32 [groups + groups * group / 32]."""
@@ -96,6 +95,15 @@ class PackedUnits(NamedTuple):
 def packed_units(kind: int, group: int, wide: bool, out_bf16: bool, by_tiles: bool) -> PackedUnits:
     """Compiled for weights packed with these parameters (see `packed_products`). by_tiles: by matrix tiles, which
     sum in another order than dot products; not for P_INT4_A8."""
+    rows = _rows_unit(P_INT4 if kind == P_INT4_A8 else kind, group, wide)
+    if by_tiles:
+        return PackedUnits(amx_matmul.matmul_unit(kind, group, wide, out_bf16), amx_matmul.sums_unit(group), 0, rows)
+    converted = _bytes_unit(group) if kind == P_INT4_A8 else 0
+    return PackedUnits(_dots_unit(kind, group, wide, out_bf16), _sums_unit(group), converted, rows)
+
+
+@functools.cache
+def _dots_unit(kind: int, group: int, wide: bool, out_bf16: bool) -> int:
     record, is_wide = record_bytes(kind, group, wide), int(wide)
     out = BF16 if out_bf16 else FP32
     out_number, block_bytes = out.number, out.itemsize * BLOCK
@@ -110,27 +118,14 @@ def packed_units(kind: int, group: int, wide: bool, out_bf16: bool, by_tiles: bo
         share, units = load_int(arguments + 64), load_int(arguments + 72)
         row, first = index // units * ROW_TILE, index % units * share
         x_stride, sums_stride, y_stride = x_bytes * group * groups, 4 * factors * groups, block_bytes * num_blocks
-        end = min(first + share, num_blocks)
-        here = min(num_rows - row, MOST_ROWS)
-        if by_tiles:
-            set_up_tiles((here - 1) % 16 + 1)
-            for block in range(first, end):
-                tile_products(
-                    kind, group, is_wide, out_number, x + row * x_stride, x_stride, here, sums + row * sums_stride,
-                    sums_stride, w + block * record * groups, record, groups, bias + 4 * BLOCK * block,
-                    y + row * y_stride + block * block_bytes, y_stride,
-                )  # fmt: skip
-            let_go_of_tiles()
-            return
-        for block in range(first, end):
+        for block in range(first, min(first + share, num_blocks)):
             tile(
-                kind, group, is_wide, out_number, x + row * x_stride, x_stride, here,
+                kind, group, is_wide, out_number, x + row * x_stride, x_stride, min(num_rows - row, ROW_TILE),
                 sums + row * sums_stride, sums_stride, w + block * record * groups, groups, bias + 4 * BLOCK * block,
                 y + row * y_stride + block * block_bytes, y_stride,
             )  # fmt: skip
 
-    rows = _rows_unit(P_INT4 if rounded else kind, group, wide)
-    return PackedUnits(matmul.address, _sums_unit(group), _bytes_unit(group) if rounded else 0, rows)
+    return matmul.address
 
 
 @functools.cache
