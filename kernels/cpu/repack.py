@@ -46,7 +46,7 @@ def pack_records(
     scales, minima = (*factors, 0, 0)[:2]
     record = record_bytes(kind, group, wide)
     sizes = (rows, width, -(-width // group), group, record, CODE_BITS[kind], len(factors), int(wide))
-    _run(Task(_pack_unit(), -(-rows // BLOCK), (codes, scales, minima, records, *sizes)), rows * width)
+    run_task(Task(_pack_unit(), -(-rows // BLOCK), (codes, scales, minima, records, *sizes)), rows * width)
 
 
 def split_blocks(blocks: np.ndarray, halves: int, first: int, run: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,7 +63,7 @@ def split_blocks(blocks: np.ndarray, halves: int, first: int, run: int) -> tuple
     share = max(1, _SPLIT_BYTES // size)
     sizes = (count, size, halves, first, run, share)
     addresses = (blocks.ctypes.data, codes.ctypes.data, numbers.ctypes.data)
-    _run(Task(_split_unit(), -(-count // share), (*addresses, *sizes)), codes.nbytes)
+    run_task(Task(_split_unit(), -(-count // share), (*addresses, *sizes)), codes.nbytes)
     return codes, numbers
 
 
@@ -71,11 +71,11 @@ def fit_half(address: int, count: int) -> bool:
     """Whether fp16 holds all of `count` fp32 numbers exactly."""
     misfits = np.zeros(1, np.int64)
     units = -(-count // _FIT_SHARE)
-    _run(Task(_fit_unit(), units, (address, count, misfits.ctypes.data)), count)
+    run_task(Task(_fit_unit(), units, (address, count, misfits.ctypes.data)), count)
     return not misfits[0]
 
 
-def _run(task: Task, num_bytes: int) -> None:
+def run_task(task: Task, num_bytes: int) -> None:
     """On all threads if that is worth waking them for. Where others use the cores as well, it takes milliseconds."""
     Program([task]).run(numba.get_num_threads() if num_bytes >= _WORTH_WAKING else 1)
 

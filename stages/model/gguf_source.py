@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import torch
 
+from deepinfer.kernels.cpu import dequantise
 from deepinfer.stages.model import gguf_codes
 from deepinfer.stages.model.config import EMBEDDING, HEAD, ModelConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
@@ -88,6 +89,9 @@ class GGUFSource:
         elif tensor.type_name in ("F32", "F16"):
             dtype = np.float32 if tensor.type_name == "F32" else np.float16
             values = torch.from_numpy(raw.view(dtype).reshape(tensor.shape))
+        elif tensor.type_name in dequantise.TYPES:
+            dense = dequantise.dequantise_blocks(tensor.type_name, raw.reshape(tensor.shape[0], -1))
+            values = torch.from_numpy(dense)
         else:
             dense = gguf.dequantize(raw.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.type_id))
             values = torch.from_numpy(dense)
