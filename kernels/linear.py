@@ -126,7 +126,7 @@ class W4A16Linear:
         codes: uint8 [M, K], 0 .. 15. scales, minima: fp32 [M, K / group_size]. bias: bf16 [M] or None.
         group_size: 32, 64, 128 or 256.
         batch_invariant: the packed kernel for every row count; its rows are bit-equal.
-        bf16_copy: keep a dequantised bf16 copy, which is faster above `PACKED_ROWS` rows.
+        bf16_prefill: keep a dequantised bf16 copy, which is faster above `PACKED_ROWS` rows.
         out_dtype: dtype of y if it is not that of x; the kernel rounds to bf16 all the same.
     """
 
@@ -138,7 +138,7 @@ class W4A16Linear:
         bias: Tensor | None,
         group_size: int,
         batch_invariant: bool,
-        bf16_copy: bool,
+        bf16_prefill: bool,
         out_dtype: torch.dtype | None = None,
     ) -> None:
         _check_w4(codes, scales, minima, group_size)
@@ -148,7 +148,7 @@ class W4A16Linear:
         self._scales_zeros = pairs.transpose(0, 1).contiguous()
         self._bias, self._group_size, self._out_dtype = bias, group_size, out_dtype
         self._dense: Tensor | None = None
-        if bf16_copy and not batch_invariant:
+        if bf16_prefill and not batch_invariant:
             self._dense = dequantise(codes, scales, minima, group_size).bfloat16()
         self.kind = "w4a16 packed int4" + (" + bf16 copy" if self._dense is not None else "")
 

@@ -20,7 +20,7 @@ from deepinfer.kernels.cpu.step_programs import StepPrograms
 from deepinfer.kernels.cpu.tasks import recorder
 from deepinfer.kernels.graphs import Graph, StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
-from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear, dequantise
+from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
 from deepinfer.kernels.packed_linear import PackedLinear
 from deepinfer.kernels.streams import AtOnce, Stream
 
@@ -91,9 +91,11 @@ class Ops(Protocol):
         bias: Tensor | None,
         group_size: int,
         batch_invariant: bool,
-        bf16_copy: bool,
+        bf16_prefill: bool,
         out_dtype: torch.dtype | None = None,
-    ) -> Linear: ...
+    ) -> Linear:
+        """`bf16_prefill`: many rows meet weights rounded to bf16, unless `batch_invariant`."""
+        ...
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:
         """A form whose input k is input order[k] of what it gets; order int32 [K]."""
@@ -180,16 +182,14 @@ class CpuOps:
         bias: Tensor | None,
         group_size: int,
         batch_invariant: bool,
-        bf16_copy: bool,
+        bf16_prefill: bool,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
         if packed_linear.available():
-            copy = None
-            if bf16_copy and not batch_invariant:
-                copy = dequantise(codes, scales, minima, group_size).bfloat16()
             out = out_dtype or torch.bfloat16
-            return PackedLinear(self._w4_kind, codes, scales, minima, bias, group_size, out, copy)
-        return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_copy, out_dtype)
+            rounded = bf16_prefill and not batch_invariant and self._w4_kind == P_INT4
+            return PackedLinear(self._w4_kind, codes, scales, minima, bias, group_size, out, rounded)
+        return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_prefill, out_dtype)
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:
         return ReorderedLinear(linear, order, take_columns)

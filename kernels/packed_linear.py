@@ -23,6 +23,7 @@ from deepinfer.kernels.cpu.packed_products import (
 )
 from deepinfer.kernels.cpu.repack import fit_half, pack_records
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
+from deepinfer.kernels.linear import dequantise
 
 KINDS = {
     P_INT4: "w4a16 bf16 dot",
@@ -35,9 +36,15 @@ TILE_KINDS = {P_INT4: "w4a16 bf16 AMX", P_INT8: "w8a16 bf16 AMX", P_BF16: "dense
 GROUPS = (32, 64, 128, 256)
 UNITS_OF_WORKER = 8
 """Pieces of a matmul for each thread: enough to even out their speeds, few enough to cost nothing."""
-COPY_ROWS = 16
-"""More rows than this go through the bf16 copy of 4-bit weights, where there is one."""
+COPY_ROWS, ROUND_ROWS = 16, 64
+"""More rows than this meet 4-bit weights rounded to bf16, where that is asked for: by a copy of them, or, where the
+processor has matrix tiles, rounded tile by tile."""
 __all__ = ["PackedLinear", "available", "vnni_available"]
+
+
+def rounds_tiles() -> bool:
+    """Whether rounding 4-bit weights to bf16 for many rows takes no memory here."""
+    return available() and amx.available()
 
 
 class PackedLinear:
@@ -49,7 +56,8 @@ class PackedLinear:
         codes: [M, K], uint8 0 .. 15, int8, or bf16. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
         bias: [M] or None. group: k that share a scale; 32, 64, 128 or 256.
         out_dtype: of y, bf16 or fp32.
-        copy: bf16 [M, K], used instead for more than `COPY_ROWS` rows; they are then not bit-equal to few rows.
+        rounded: more than `COPY_ROWS` rows (by tiles `ROUND_ROWS`) meet 4-bit weights rounded to bf16, and are not
+            bit-equal to few.
         tiles: whether matrix tiles multiply, where the processor has them. Another order of sums, and nothing else.
 
     P_INT4_A8 is P_INT4 with x rounded to 8 bits, each 32 of a row by a scale of their own.
@@ -64,15 +72,20 @@ class PackedLinear:
         bias: Tensor | None = None,
         group: int = CHUNK,
         out_dtype: torch.dtype = torch.bfloat16,
-        copy: Tensor | None = None,
+        rounded: bool = False,
         tiles: bool = True,
     ) -> None:
         factors = [part.float() for part in (scales, minima) if part is not None]
         _check(kind, codes, factors, bias, group)
         by_tiles = tiles and kind != P_INT4_A8 and amx.available()
-        self.kind = (TILE_KINDS if by_tiles else KINDS)[kind] + (" + bf16 copy" if copy is not None else "")
+        self.kind = (TILE_KINDS if by_tiles else KINDS)[kind]
+        self._copy: Tensor | None = None
+        if rounded:
+            self.kind += " + rounded to bf16" if by_tiles else " + bf16 copy"
+        if rounded and not by_tiles:
+            self._copy = dequantise(codes, *factors, group).bfloat16()
         self._outputs, self._width = codes.shape
-        self._out_dtype, self._copy = out_dtype, copy
+        self._out_dtype, self._rounds_tiles = out_dtype, rounded and by_tiles
         codes, factors = codes.contiguous(), [part.contiguous() for part in factors]
         addresses = [part.data_ptr() for part in factors]
         wide = not all(fit_half(part.data_ptr(), part.numel()) for part in factors)
@@ -110,7 +123,10 @@ class PackedLinear:
         y = torch.empty((rows, self._blocks * BLOCK), dtype=self._out_dtype)
         workers = numba.get_num_threads()
         read, sums, tasks = x, self._bias, []
-        if self._number == P_INT4:
+        unit = self._units.matmul
+        if self._rounds_tiles and rows > ROUND_ROWS:
+            unit = self._units.rounded
+        elif self._number == P_INT4:
             # By tiles, what belongs to no row is read as well: it must not be subnormal, which is slow.
             sums = torch.zeros((self._groups, -(-rows // amx.ROWS) * amx.ROWS))
             arguments = (x.data_ptr(), sums.data_ptr(), self._groups, rows)
@@ -124,7 +140,7 @@ class PackedLinear:
         units = -(-self._blocks // share)
         addresses = [part.data_ptr() for part in (read, self._records, self._bias, sums, y)]
         numbers = (rows, self._blocks, self._groups, share, units)
-        tasks.append(Task(self._units.matmul, units * -(-rows // self._row_tile), (*addresses, *numbers)))
+        tasks.append(Task(unit, units * -(-rows // self._row_tile), (*addresses, *numbers)))
         run_tasks(tasks, workers, x, read, sums, y)
         return y if y.shape[1] == self._outputs else _without_padding(y, self._outputs)
 

@@ -17,7 +17,7 @@ from deepinfer.kernels.cpu.packed_products import BLOCK, P_BF16, group_sum, reco
 from deepinfer.kernels.cpu.tasks import unit
 from deepinfer.kernels.cpu.vec16 import load_f32, splat, store_f32
 
-MOST_ROWS = 128
+MOST_ROWS = 256
 """That go through the blocks together: tiles of weights are made once for them."""
 _PIECE = 1024
 """k whose tiles are made at a time: they stay in the caches while the rows go by."""
@@ -32,13 +32,15 @@ def padded_rows(rows):  # type: ignore[no-untyped-def]
 
 @helper
 def tile_products(  # type: ignore[no-untyped-def]
-    kind, group, wide, out, x, x_stride, num_rows, sums, sums_stride, w, record, groups, bias, y, y_stride,
+    kind, group, wide, rounded, out, x, x_stride, num_rows, sums, sums_stride, w, record, groups, bias, y, y_stride,
 ):  # fmt: skip
     """Up to `MOST_ROWS` rows against sixteen outputs. The tiles of this thread are set up for the rows that are left
-    behind whole ones. sums: as `add_products` has them, of all rows. record: bytes of one."""
+    behind whole ones. rounded: the weights, to bf16. sums: as `add_products` has them, of all rows. record: bytes of
+    one."""
     literally(kind)
     literally(group)
     literally(wide)
+    literally(rounded)
     literally(out)
     totals, tiles, work = stack_memory(_TOTALS_BYTES), stack_memory(_TILES_BYTES), stack_memory(TILE_BYTES)
     # Rows that a tile lacks are summed as well, up to its sixteenth: nothing there may be subnormal, which is slow.
@@ -54,34 +56,92 @@ def tile_products(  # type: ignore[no-untyped-def]
             ready = records
         else:
             ready = tiles
-            decode_tiles(kind, group, wide, records, count, tiles)
+            decode_tiles(kind, group, wide, rounded, records, count, tiles)
         for row in range(0, num_rows, ROWS):
             left, total = num_rows - row, totals + row * VECTOR_BYTES
             x_at, sums_at = x + row * x_stride + first * group * 2, sums + 4 * row + first * sums_stride
             if left >= 16:
                 add_products(
-                    kind, group, wide, 16, 0, x_at, x_stride, sums_at, sums_stride, ready, records, count, total, work
+                    kind,
+                    group,
+                    wide,
+                    rounded,
+                    16,
+                    0,
+                    x_at,
+                    x_stride,
+                    sums_at,
+                    sums_stride,
+                    ready,
+                    records,
+                    count,
+                    total,
+                    work,
                 )
             elif left > 8:
                 add_products(
-                    kind, group, wide, 16, 1, x_at, x_stride, sums_at, sums_stride, ready, records, count, total, work
+                    kind,
+                    group,
+                    wide,
+                    rounded,
+                    16,
+                    1,
+                    x_at,
+                    x_stride,
+                    sums_at,
+                    sums_stride,
+                    ready,
+                    records,
+                    count,
+                    total,
+                    work,
                 )
             elif left > 4:
                 add_products(
-                    kind, group, wide, 8, 1, x_at, x_stride, sums_at, sums_stride, ready, records, count, total, work
+                    kind,
+                    group,
+                    wide,
+                    rounded,
+                    8,
+                    1,
+                    x_at,
+                    x_stride,
+                    sums_at,
+                    sums_stride,
+                    ready,
+                    records,
+                    count,
+                    total,
+                    work,
                 )
             else:
                 add_products(
-                    kind, group, wide, 4, 1, x_at, x_stride, sums_at, sums_stride, ready, records, count, total, work
+                    kind,
+                    group,
+                    wide,
+                    rounded,
+                    4,
+                    1,
+                    x_at,
+                    x_stride,
+                    sums_at,
+                    sums_stride,
+                    ready,
+                    records,
+                    count,
+                    total,
+                    work,
                 )
     for row in range(num_rows):
         store_output(out, y + row * y_stride, load_f32(totals + row * VECTOR_BYTES))
 
 
 @functools.cache
-def matmul_unit(kind: int, group: int, wide: bool, out_bf16: bool) -> int:
-    """The address of `PackedUnits.matmul` by tiles, for row tiles of `MOST_ROWS`. Not for P_INT4_A8."""
-    record, is_wide, out = record_bytes(kind, group, wide), int(wide), BF16 if out_bf16 else FP32
+def matmul_unit(kind: int, group: int, wide: bool, out_bf16: bool, rounded: bool) -> int:
+    """The address of `PackedUnits.matmul` by tiles, or `PackedUnits.rounded`, for row tiles of `MOST_ROWS`. Not for
+    P_INT4_A8."""
+    record, is_wide, is_rounded = record_bytes(kind, group, wide), int(wide), int(rounded)
+    out = BF16 if out_bf16 else FP32
     out_number, block_bytes = out.number, out.itemsize * BLOCK
 
     @unit
@@ -95,7 +155,7 @@ def matmul_unit(kind: int, group: int, wide: bool, out_bf16: bool) -> int:
         set_up_tiles((rows - 1) % ROWS + 1)
         for block in range(first, min(first + share, num_blocks)):
             tile_products(
-                kind, group, is_wide, out_number, x + row * x_stride, x_stride, rows, sums + 4 * row,
+                kind, group, is_wide, is_rounded, out_number, x + row * x_stride, x_stride, rows, sums + 4 * row,
                 4 * padded_rows(num_rows), w + block * record * groups, record, groups, bias + 4 * BLOCK * block,
                 y + row * y_stride + block * block_bytes, y_stride,
             )  # fmt: skip

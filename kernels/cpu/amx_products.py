@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from deepinfer.kernels.codecs import BF16, FP16, FP32
 from deepinfer.kernels.cpu import amx
-from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, load_scalar, store_bf16
+from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, WORDS, load_scalar, round_pairs, store_bf16
 from deepinfer.kernels.cpu.codecs import decode
 from deepinfer.kernels.cpu.packed_products import (
     BLOCK,
@@ -28,26 +28,45 @@ from deepinfer.kernels.cpu.packed_products import (
     record_bytes,
     weight_pairs,
 )
-from deepinfer.kernels.cpu.vec16 import VF32, fused, load, offset, store, vec16
+from deepinfer.kernels.cpu.vec16 import LANES, VF32, VI32, constant, fused, load, offset, shuffle, store, vec16
 
 
 def _times(builder: Any, value: Any, factor: int) -> Any:
     return builder.mul(value, ir.Constant(value.type, factor))
 
 
+def _factors(builder: Any, kind: int, group: int, wide: int, record: Any) -> list[Any]:
+    """Scales, and minima where there are any, of the sixteen outputs of a record, fp32."""
+    codec, at = FP32 if wide else FP16, BLOCK * group * CODE_BITS[kind] // 8
+    places = [offset(builder, record, at + BLOCK * codec.itemsize * i) for i in range(SCALES[kind])]
+    return [decode(builder, codec.number, place) for place in places]
+
+
+def _scaled_pairs(builder: Any, pairs: Any, scale: Any, minimum: Any) -> Any:
+    """scale * code + minimum of sixteen pairs of codes, rounded to bf16."""
+    both = builder.bitcast(pairs, VI32)
+    halves = (builder.shl(both, constant(16, VI32)), builder.and_(both, constant(0xFFFF0000, VI32)))
+    values = [fused(builder, builder.bitcast(half, VF32), scale, minimum) for half in halves]
+    apart = builder.bitcast(round_pairs(builder, *values), WORDS)
+    order = [LANES * part + lane for lane in range(LANES) for part in (0, 1)]
+    return shuffle(builder, apart, apart, order)
+
+
 @intrinsic(prefer_literal=True)
-def decode_tiles(_typing, kind, group, wide, records, groups, tiles):  # type: ignore[no-untyped-def]
-    """The codes of `groups` records to tiles of bf16, [groups * group / 32] at `tiles`. kind, group, wide: literals."""
-    literals = literal_values(kind, group, wide)
+def decode_tiles(_typing, kind, group, wide, rounded, records, groups, tiles):  # type: ignore[no-untyped-def]
+    """The codes of `groups` records to tiles of bf16, [groups * group / 32] at `tiles`. rounded: scale * code + minimum
+    instead, of P_INT4. kind, group, wide and rounded are literals."""
+    literals = literal_values(kind, group, wide, rounded)
     if literals is None:
         return None
-    number, width, is_wide = literals
+    number, width, is_wide, is_rounded = literals
     chunk_bytes = BLOCK * CHUNK * CODE_BITS[number] // 8
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        records, groups, tiles = args[3:]
+        records, groups, tiles = args[4:]
         with cgutils.for_range(builder, groups) as loop:
             record = builder.add(records, _times(builder, loop.index, record_bytes(number, width, bool(is_wide))))
+            factors = _factors(builder, number, width, is_wide, record) if is_rounded else []
             target = builder.add(tiles, _times(builder, loop.index, width // CHUNK * amx.TILE_BYTES))
             with cgutils.for_range(builder, ir.Constant(groups.type, width // CHUNK)) as inner:
                 codes = builder.add(record, _times(builder, inner.index, chunk_bytes))
@@ -57,34 +76,37 @@ def decode_tiles(_typing, kind, group, wide, records, groups, tiles):  # type: i
                     for at in range(0, chunk_bytes, VECTOR_BYTES)
                     for pair in weight_pairs(builder, number, offset(builder, codes, at))
                 ]
+                if is_rounded:
+                    pairs = [_scaled_pairs(builder, pair, *factors) for pair in pairs]
                 for i, pair in enumerate(pairs):
                     store(builder, offset(builder, place, VECTOR_BYTES * i), pair, VECTOR_BYTES)
         return context.get_dummy_value()
 
-    return nt.void(kind, group, wide, nt.int64, nt.int64, nt.int64), emit
+    return nt.void(kind, group, wide, rounded, nt.int64, nt.int64, nt.int64), emit
 
 
 @intrinsic(prefer_literal=True)
-def add_products(
-    _typing, kind, group, wide, rows, rest, x, x_stride, sums, sums_stride, tiles, records, groups, totals, work
-):  # type: ignore[no-untyped-def]
+def add_products(  # type: ignore[no-untyped-def]
+    _typing, kind, group, wide, rounded, rows, rest, x, x_stride, sums, sums_stride, tiles, records, groups, totals,
+    work,
+):  # fmt: skip
     """totals[r] += x[r] W^T over `groups` groups, for `rows` rows and sixteen outputs.
 
-    kind, group, wide, rows and rest (1: by the tiles of the rest) are literals, the others int64.
+    kind, group, wide, rounded (the tiles are), rows and rest (1: by the tiles of the rest) are literals, the others
+    int64.
     x: bf16 rows of these groups, `x_stride` bytes apart. sums: of the rows of x in the first group, fp32 [16], those of
         the next one `sums_stride` bytes further.
     tiles, records: of the groups. totals: fp32 [rows, 16]. work: memory of a tile.
     """
-    literals = literal_values(kind, group, wide, rows, rest)
+    literals = literal_values(kind, group, wide, rounded, rows, rest)
     if literals is None:
         return None
-    number, width, is_wide, num_rows, is_rest = literals
-    codec = FP32 if is_wide else FP16
-    code_bytes, chunks = BLOCK * width * CODE_BITS[number] // 8, width // CHUNK
+    number, width, is_wide, is_rounded, num_rows, is_rest = literals
+    chunks, whole = width // CHUNK, number == P_BF16 or is_rounded
     registers = (amx.SUMS_OF_REST, amx.ROW_TILE_OF_REST) if is_rest else (amx.SUMS, amx.ROW_TILE)
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, x_stride, sums, sums_stride, tiles, records, groups, totals, work = args[5:]
+        x, x_stride, sums, sums_stride, tiles, records, groups, totals, work = args[6:]
         line = ir.Constant(x.type, VECTOR_BYTES)
         slots = [cgutils.alloca_once(builder, VF32) for _ in range(num_rows)]
         for r, slot in enumerate(slots):
@@ -105,19 +127,15 @@ def add_products(
                 product = load(builder, offset(builder, work, VECTOR_BYTES * r))
                 builder.store(combine(r, product, builder.load(slot)), slot)
 
-        if number == P_BF16:
+        if whole:
             amx.zero_tile(builder, registers[0])
         with cgutils.for_range(builder, groups) as loop:
-            if number != P_BF16:
+            if not whole:
                 amx.zero_tile(builder, registers[0])
             multiply_group(loop.index)
-            if number != P_BF16:
+            if not whole:
                 record = builder.add(records, _times(builder, loop.index, record_bytes(number, width, bool(is_wide))))
-                factors = [
-                    decode(builder, codec.number, offset(builder, record, code_bytes + BLOCK * codec.itemsize * i))
-                    for i in range(SCALES[number])
-                ]
-
+                factors = _factors(builder, number, width, is_wide, record)
                 in_group = builder.add(sums, builder.mul(loop.index, sums_stride))
 
                 def scaled(r: int, product: Any, total: Any) -> Any:
@@ -127,13 +145,13 @@ def add_products(
                     return fused(builder, product, factors[0], total)
 
                 take_sums(scaled)
-        if number == P_BF16:
+        if whole:
             take_sums(lambda _, product, total: builder.fadd(product, total))
         for r, slot in enumerate(slots):
             store(builder, offset(builder, totals, VECTOR_BYTES * r), builder.load(slot))
         return context.get_dummy_value()
 
-    return nt.void(kind, group, wide, rows, rest, *[nt.int64] * 9), emit
+    return nt.void(kind, group, wide, rounded, rows, rest, *[nt.int64] * 9), emit
 
 
 @intrinsic(prefer_literal=True)

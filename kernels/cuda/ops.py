@@ -85,10 +85,10 @@ class CudaOps(CudaElementwise):
         bias: Tensor | None,
         group_size: int,
         batch_invariant: bool,
-        bf16_copy: bool,
+        bf16_prefill: bool,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        """`bf16_copy` is not needed here: many rows are dequantised into a workspace."""
+        """`bf16_prefill` is not needed here: many rows are dequantised into a workspace."""
         return CudaW4A16Linear(self._backend, codes, scales, minima, bias, group_size, batch_invariant, out_dtype)
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:

@@ -19,7 +19,7 @@ from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.key_bias import INLINE, KeyBias, KeyBiasRule, log_choices, sample_keys
 from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
-from deepinfer.stages.model.precision import choose_dtype, is_packed, keeps_bf16_copies
+from deepinfer.stages.model.precision import choose_dtype, is_packed, prefills_in_bf16
 from deepinfer.stages.model.rope import row_order
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
 
@@ -35,16 +35,15 @@ def load_model(
 ) -> Model:
     """Reads every tensor once and closes the checkpoint.
 
-    `dtype`: auto, fp32 or bf16. `w4_prefill`: "bf16-copy" keeps a bf16 copy of 4-bit weights for many rows (two bytes a
-    weight more), "int4" uses the packed form always, "auto" what is fast here (see `precision`). `key_bias` decides
+    `dtype`: auto, fp32 or bf16. `w4_prefill`: see `precision.prefills_in_bf16`. `key_bias` decides
     which layers leave their key bias to the attention. `ops`: the device, the CPU by default. Raises CheckpointError
     for non-finite values and for a stored head that contradicts tie_word_embeddings.
     """
-    bf16_copies = keeps_bf16_copies(w4_prefill)
+    bf16_prefill = prefills_in_bf16(w4_prefill)
     compute_dtype = choose_dtype(dtype, checkpoint.source.headers)
     reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
     try:
-        build = _Builder(reader, checkpoint, batch_invariant, bf16_copies, key_bias, ops or CpuOps())
+        build = _Builder(reader, checkpoint, batch_invariant, bf16_prefill, key_bias, ops or CpuOps())
         with torch.inference_mode(), _one_torch_thread():
             model = build.model(compute_dtype)
             reader.finish()
@@ -72,14 +71,14 @@ class _Builder:
         reader: WeightReader,
         checkpoint: Checkpoint,
         batch_invariant: bool,
-        bf16_copy: bool,
+        bf16_prefill: bool,
         key_bias: KeyBiasRule,
         ops: Ops,
     ):
         self._reader, self._config = reader, checkpoint.config
         self._path, self._headers = checkpoint.path, checkpoint.source.headers
         self._files = checkpoint.describe()
-        self._batch_invariant, self._bf16_copy = batch_invariant, bf16_copy
+        self._batch_invariant, self._bf16_prefill = batch_invariant, bf16_prefill
         self._key_bias, self._ops = key_bias, ops
 
     def model(self, compute_dtype: str) -> Model:
@@ -218,7 +217,7 @@ class _Builder:
             bias,
             weights.group,
             batch_invariant,
-            self._bf16_copy,
+            self._bf16_prefill,
             out_dtype,
         )
         return linear if weights.order is None else self._ops.reordered(linear, torch.from_numpy(weights.order))

@@ -13,7 +13,7 @@ from deepinfer.stages.model.gguf_codes import GROUP
 from deepinfer.stages.model.source import TensorHeader
 
 DTYPES = ("auto", "fp32", "bf16")
-W4_PREFILL = ("auto", "bf16-copy", "int4")
+W4_PREFILL = ("auto", "bf16", "int4")
 FUSED = (
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -35,11 +35,19 @@ def has_fast_bf16() -> bool:
     return False
 
 
-def keeps_bf16_copies(w4_prefill: str) -> bool:
-    """Whether 4-bit weights get a bf16 copy for many rows. auto: only where their own kernel would be slow at it."""
+def prefills_in_bf16(w4_prefill: str) -> bool:
+    """Whether many rows meet 4-bit weights rounded to bf16. auto: where that is the faster one, by matrix tiles, and
+    where there is no kernel of ours for the codes."""
     if w4_prefill not in W4_PREFILL:
         raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
-    return w4_prefill == "bf16-copy" or (w4_prefill == "auto" and not packed_linear.available())
+    return w4_prefill == "bf16" or (
+        w4_prefill == "auto" and (packed_linear.rounds_tiles() or not packed_linear.available())
+    )
+
+
+def keeps_bf16_copies(w4_prefill: str) -> bool:
+    """Whether that takes a copy of them, of two bytes a weight: matrix tiles are rounded while they are multiplied."""
+    return prefills_in_bf16(w4_prefill) and not packed_linear.rounds_tiles()
 
 
 def choose_dtype(requested: str, headers: Mapping[str, TensorHeader], fast_bf16: bool | None = None) -> str:

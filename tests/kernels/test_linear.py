@@ -89,7 +89,7 @@ def test_int4_weights_are_scale_times_code_plus_minimum(shape, group, invariant,
 
 @pytest.mark.parametrize("shape", [(576, 576), (3072, 576), (576, 1536), (64, 32)])
 def test_int4_rows_are_bit_equal_in_any_batch_and_chunk(shape):
-    linear = W4A16Linear(*quantised_int4(*shape, 32), None, 32, batch_invariant=True, bf16_copy=True)
+    linear = W4A16Linear(*quantised_int4(*shape, 32), None, 32, batch_invariant=True, bf16_prefill=True)
     x = random(300, shape[1], seed=1, dtype=torch.bfloat16)
     assert_rows_do_not_depend_on_the_batch(linear, x[:130])
     whole = linear(x)
@@ -101,7 +101,7 @@ def test_rounding_scale_and_minimum_to_bf16_costs_little():
     """Relative RMS weight error of what the packed kernel multiplies by, found by multiplying the
     identity."""
     quantised = quantised_int4(576, 576, 32)
-    linear = W4A16Linear(*quantised, None, 32, batch_invariant=True, bf16_copy=False)
+    linear = W4A16Linear(*quantised, None, 32, batch_invariant=True, bf16_prefill=False)
     dense = dequantise(*quantised, 32)
     multiplied = linear(torch.eye(576, dtype=torch.bfloat16)).float().t()
     relative = float((multiplied - dense).norm() / dense.norm())
@@ -110,8 +110,8 @@ def test_rounding_scale_and_minimum_to_bf16_costs_little():
 
 def test_only_the_copy_costs_memory_beyond_five_bits_a_weight():
     quantised = quantised_int4(576, 576, 32)
-    packed = W4A16Linear(*quantised, None, 32, batch_invariant=False, bf16_copy=False)
-    copied = W4A16Linear(*quantised, None, 32, batch_invariant=False, bf16_copy=True)
+    packed = W4A16Linear(*quantised, None, 32, batch_invariant=False, bf16_prefill=False)
+    copied = W4A16Linear(*quantised, None, 32, batch_invariant=False, bf16_prefill=True)
     assert packed.weight_bytes == 576 * 576 * 5 // 8
     assert copied.weight_bytes == packed.weight_bytes + 576 * 576 * 2
     assert (packed.kind, copied.kind) == ("w4a16 packed int4", "w4a16 packed int4 + bf16 copy")

@@ -204,11 +204,12 @@ def test_a_row_that_is_not_finite_stays_alone(tiles):
 
 
 @needs_bf16_dot
-def test_only_a_copy_costs_memory_and_only_many_rows_use_it():
+def test_only_a_copy_costs_memory_and_only_many_rows_use_it(monkeypatch):
+    monkeypatch.setattr(amx, "available", lambda: False)
     codes, scales, minima = quantised_int4(576, 576, 32)
-    packed = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=False, bf16_copy=False)
-    copied = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=False, bf16_copy=True)
-    invariant = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=True, bf16_copy=True)
+    packed = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=False, bf16_prefill=False)
+    copied = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=False, bf16_prefill=True)
+    invariant = CpuOps().w4a16(codes, scales, minima, None, 32, batch_invariant=True, bf16_prefill=True)
     assert copied.weight_bytes == packed.weight_bytes + 2 * 576 * 576
     assert invariant.weight_bytes == packed.weight_bytes
     assert copied.kind == packed.kind + " + bf16 copy"
@@ -219,7 +220,32 @@ def test_only_a_copy_costs_memory_and_only_many_rows_use_it():
     assert not torch.equal(packed(x), dense)
 
 
-@pytest.mark.skipif(not (packed_linear.available() and amx.available()), reason="this processor has no AMX for bf16")
+needs_amx = pytest.mark.skipif(not packed_linear.rounds_tiles(), reason="this processor has no AMX for bf16")
+
+
+@needs_amx
+@pytest.mark.parametrize(("shape", "group"), [((576, 576), 32), ((48, 512), 128), ((32, 2560), 256)])
+def test_by_tiles_many_rows_meet_rounded_weights_that_take_no_memory(shape, group):
+    codes, scales, minima = quantised_int4(*shape, group)
+    for wide in (True, False):
+        if not wide:
+            scales, minima = scales.half().float(), minima.half().float()
+        exact, rounded, invariant = (
+            CpuOps().w4a16(codes, scales, minima, None, group, batch_invariant, bf16_prefill, torch.float32)
+            for batch_invariant, bf16_prefill in ((False, False), (False, True), (True, True))
+        )
+        assert (rounded.kind, invariant.kind) == ("w4a16 bf16 AMX + rounded to bf16", "w4a16 bf16 AMX")
+        assert rounded.weight_bytes == exact.weight_bytes
+        x = random(270, shape[1], seed=1, dtype=torch.bfloat16)
+        assert torch.equal(rounded(x[:64]), exact(x[:64]))
+        assert torch.equal(invariant(x), exact(x))
+        weight = dequantise(codes, scales, minima, group).bfloat16()
+        for rows in (65, 80, 256, 270):
+            assert_is_the_exact_product(rounded(x[:rows]), x[:rows], weight.double(), None)
+            assert not torch.equal(rounded(x[:rows]), exact(x[:rows]))
+
+
+@needs_amx
 def test_matrix_tiles_differ_from_dot_products_in_the_order_of_sums_only():
     codes, scales, minima = quantised_int4(576, 576, 32)
     x = random(16, 576, seed=1, dtype=torch.bfloat16)
@@ -235,14 +261,14 @@ def test_without_matrix_tiles_dot_products_take_every_row(monkeypatch):
     monkeypatch.setattr(amx, "available", lambda: False)
     if not packed_linear.available():
         pytest.skip("this processor has no AVX512-BF16")
-    linear = CpuOps().w4a16(*quantised_int4(32, 64, 32), None, 32, batch_invariant=False, bf16_copy=False)
+    linear = CpuOps().w4a16(*quantised_int4(32, 64, 32), None, 32, batch_invariant=False, bf16_prefill=False)
     assert linear.kind == "w4a16 bf16 dot"
 
 
 def test_without_bf16_dot_products_the_other_kernels_serve(monkeypatch):
     monkeypatch.setattr(packed_linear, "available", lambda: False)
     ops, four = CpuOps(), quantised_int4(32, 64, 32)
-    assert isinstance(ops.w4a16(*four, None, 32, batch_invariant=True, bf16_copy=False), W4A16Linear)
+    assert isinstance(ops.w4a16(*four, None, 32, batch_invariant=True, bf16_prefill=False), W4A16Linear)
     assert isinstance(ops.w8a16(*quantised_int8(32, 64)), W8A16Linear)
     assert isinstance(ops.dense(random(32, 64, dtype=torch.bfloat16), None, True), DenseLinear)
 
@@ -257,7 +283,7 @@ def test_with_them_packed_weights_serve_but_for_fp32():
 
 def test_activations_are_rounded_only_where_that_is_asked_for_and_possible(monkeypatch):
     def kind(ops):
-        return ops.w4a16(*quantised_int4(32, 64, 32), None, 32, batch_invariant=False, bf16_copy=False).kind
+        return ops.w4a16(*quantised_int4(32, 64, 32), None, 32, batch_invariant=False, bf16_prefill=False).kind
 
     with pytest.raises(DeviceError, match="w4_activations is 'int8', which host-emulation does not have"):
         open_device("host-emulation", "int8")

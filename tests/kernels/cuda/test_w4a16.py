@@ -45,7 +45,7 @@ def test_the_product_is_that_of_the_cpus_4_bit_matmul(backend, group_size):
     case.scales, case.minima = case.scales.bfloat16().float(), (case.scales * -7).bfloat16().float()
     case.bias = case.bias.bfloat16()
     weights = case.codes, case.scales, case.minima, case.bias
-    cpu, x = W4A16Linear(*weights, group_size, batch_invariant=True, bf16_copy=False), case.x(5)
+    cpu, x = W4A16Linear(*weights, group_size, batch_invariant=True, bf16_prefill=False), case.x(5)
     difference = (cpu(x).float() - case.linear(backend)(x).float()).abs()
     assert (difference <= 3 * ROUNDING[BF16] * (case.product(x).abs() + 1)).all()
 

@@ -24,6 +24,7 @@ from deepinfer.stages.model import (
 )
 from deepinfer.stages.model.gguf_header import read_header
 from deepinfer.stages.model.gguf_source import SUPPORTED_TYPES
+from deepinfer.stages.model.precision import keeps_bf16_copies
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
 UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -221,7 +222,7 @@ def test_longrope_factors_are_read_from_their_tensors(rotated: int, original: in
     assert (got - teacher_forced_logits(model, ids)).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("w4_prefill", ["bf16-copy", "int4"])
+@pytest.mark.parametrize("w4_prefill", ["bf16", "int4"])
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q4_K"])
 def test_four_bit_files_run_packed_in_bf16_near_their_fp32_logits(
     type_name: str, w4_prefill: str, tmp_path: Path
@@ -231,11 +232,11 @@ def test_four_bit_files_run_packed_in_bf16_near_their_fp32_logits(
     assert packed.compute_dtype == "bf16"
     assert all("w4a16" in linear.kind for layer in packed.layers for linear in layer.linears)
     exact = load_model(open_checkpoint(file), dtype="fp32")
-    ids = random_ids(40)
+    ids = random_ids(80)
     expected = Runner(exact).feed({0: ids}, all_rows=True)
     many = Runner(packed).feed({0: ids}, all_rows=True)
     few = Runner(packed)
-    few_rows = torch.cat([few.feed({0: ids[at : at + 8]}, all_rows=True) for at in range(0, 40, 8)])
+    few_rows = torch.cat([few.feed({0: ids[at : at + 8]}, all_rows=True) for at in range(0, 80, 8)])
     for got in (many, few_rows):
         assert 0 < (got - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
 
@@ -278,9 +279,11 @@ def test_the_estimate_of_weight_bytes_is_what_loading_takes(tmp_path: Path) -> N
         expected = _bytes_in_memory(checkpoint, model)
         assert checkpoint.estimate_weight_bytes(dtype) == pytest.approx(expected, rel=0.02)
     checkpoint = open_checkpoint(path)
-    model = load_model(checkpoint, batch_invariant=False, w4_prefill="bf16-copy")
+    model = load_model(checkpoint, batch_invariant=False, w4_prefill="bf16")
     expected = _bytes_in_memory(checkpoint, model)
-    assert checkpoint.estimate_weight_bytes("auto", bf16_copies=True) == pytest.approx(expected, rel=0.02)
+    assert checkpoint.estimate_weight_bytes("auto", bf16_copies=keeps_bf16_copies("bf16")) == pytest.approx(
+        expected, rel=0.02
+    )
 
 
 def test_interleaving_is_undone_for_llama_alone(tmp_path: Path) -> None:
