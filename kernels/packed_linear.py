@@ -83,7 +83,7 @@ class PackedLinear:
         if rounded:
             self.kind += " + rounded to bf16" if by_tiles else " + bf16 copy"
         if rounded and not by_tiles:
-            self._copy = dequantise(codes, *factors, group).bfloat16()
+            self._copy = dequantise(codes, factors[0], factors[1], group).bfloat16()
         self._outputs, self._width = codes.shape
         self._out_dtype, self._rounds_tiles = out_dtype, rounded and by_tiles
         codes, factors = codes.contiguous(), [part.contiguous() for part in factors]
