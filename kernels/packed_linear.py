@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.kernels.cpu import amx
-from deepinfer.kernels.cpu.amx_matmul import MOST_ROWS
+from deepinfer.kernels.cpu.amx_matmul import MOST_ROWS, matmul_unit
 from deepinfer.kernels.cpu.bf16_dot import available
 from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, packed_units
 from deepinfer.kernels.cpu.packed_products import (
@@ -85,7 +85,7 @@ class PackedLinear:
         if rounded and not by_tiles:
             self._copy = dequantise(codes, factors[0], factors[1], group).bfloat16()
         self._outputs, self._width = codes.shape
-        self._out_dtype, self._rounds_tiles = out_dtype, rounded and by_tiles
+        self._out_dtype = out_dtype
         codes, factors = codes.contiguous(), [part.contiguous() for part in factors]
         addresses = [part.data_ptr() for part in factors]
         wide = not all(fit_half(part.data_ptr(), part.numel()) for part in factors)
@@ -99,6 +99,9 @@ class PackedLinear:
         self._number, self._group, self._wide = kind, group, wide
         self._row_tile = MOST_ROWS if by_tiles else ROW_TILE
         self._units = packed_units(kind, group, wide, out_dtype == torch.bfloat16, by_tiles)
+        self._rounding_unit = 0
+        if rounded and by_tiles:
+            self._rounding_unit = matmul_unit(kind, group, wide, out_dtype == torch.bfloat16, True)
 
     @property
     def weight_bytes(self) -> int:
@@ -124,8 +127,8 @@ class PackedLinear:
         workers = numba.get_num_threads()
         read, sums, tasks = x, self._bias, []
         unit = self._units.matmul
-        if self._rounds_tiles and rows > ROUND_ROWS:
-            unit = self._units.rounded
+        if self._rounding_unit and rows > ROUND_ROWS:
+            unit = self._rounding_unit
         elif self._number == P_INT4:
             # By tiles, what belongs to no row is read as well: it must not be subnormal, which is slow.
             sums = torch.zeros((self._groups, -(-rows // amx.ROWS) * amx.ROWS))

@@ -138,8 +138,8 @@ def tile_products(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def matmul_unit(kind: int, group: int, wide: bool, out_bf16: bool, rounded: bool) -> int:
-    """The address of `PackedUnits.matmul` by tiles, or `PackedUnits.rounded`, for row tiles of `MOST_ROWS`. Not for
-    P_INT4_A8."""
+    """The address of `PackedUnits.matmul` by tiles, for row tiles of `MOST_ROWS`. Not for P_INT4_A8. rounded (P_INT4):
+    weights are rounded to bf16 before they are multiplied, and no sums are read."""
     record, is_wide, is_rounded = record_bytes(kind, group, wide), int(wide), int(rounded)
     out = BF16 if out_bf16 else FP32
     out_number, block_bytes = out.number, out.itemsize * BLOCK

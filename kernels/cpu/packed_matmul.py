@@ -82,8 +82,6 @@ class PackedUnits(NamedTuple):
     """(x bf16 [rows, groups * group], w records [blocks, groups], bias fp32 [16 * blocks], sums fp32 [rows, groups],
     y [rows, 16 * blocks], rows, blocks, groups, blocks of a unit, units of a row tile). All are contiguous. Unit u
     takes the rows of the tile u // units and its share of the blocks. P_INT4_A8: x and sums are what `bytes` wrote."""
-    rounded: int
-    """As `matmul` for P_INT4 by tiles, without sums: weights are rounded to bf16 before they are multiplied. Else 0."""
     sums: int
     """(x, sums, groups): sums of x by group, a row for each unit. By tiles: `amx_matmul.sums_unit`."""
     bytes: int
@@ -99,11 +97,10 @@ def packed_units(kind: int, group: int, wide: bool, out_bf16: bool, by_tiles: bo
     sum in another order than dot products; not for P_INT4_A8."""
     rows = _rows_unit(P_INT4 if kind == P_INT4_A8 else kind, group, wide)
     if by_tiles:
-        exact = amx_matmul.matmul_unit(kind, group, wide, out_bf16, False)
-        rounded = amx_matmul.matmul_unit(kind, group, wide, out_bf16, True) if kind == P_INT4 else 0
-        return PackedUnits(exact, rounded, amx_matmul.sums_unit(group), 0, rows)
+        matmul = amx_matmul.matmul_unit(kind, group, wide, out_bf16, False)
+        return PackedUnits(matmul, amx_matmul.sums_unit(group), 0, rows)
     converted = _bytes_unit(group) if kind == P_INT4_A8 else 0
-    return PackedUnits(_dots_unit(kind, group, wide, out_bf16), 0, _sums_unit(group), converted, rows)
+    return PackedUnits(_dots_unit(kind, group, wide, out_bf16), _sums_unit(group), converted, rows)
 
 
 @functools.cache
