@@ -38,6 +38,9 @@ class AttentionBatch:
         self._nonfinite_rows = np.zeros(num_rows, dtype=np.bool_)
         self.device_flags: Tensor | None = None
         """uint8 [N], where another device keeps `nonfinite_rows`."""
+        self.segments: int | None = None
+        """Into how many contexts are split between threads, where a step is recorded for other positions than these.
+        None: whatever suits the positions."""
         self.workspace: Any = None
         """Kept by the attention that the batch is passed to, for the layers that follow."""
 

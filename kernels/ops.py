@@ -198,7 +198,9 @@ class CpuOps:
         return None
 
     def step_programs(self, attention: Any, max_blocks: int) -> StepPrograms | None:
-        return StepPrograms(attention.check, max_blocks) if isinstance(attention, NumbaAttention) else None
+        if not isinstance(attention, NumbaAttention):
+            return None
+        return StepPrograms(attention.check, attention.segments, max_blocks)
 
     def embed(self, embedding: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
         taker = recorder()

@@ -3,6 +3,9 @@
 As `attend`, but queries (scaled, after RoPE) and softmax weights are rounded to bf16 before they are multiplied, as
 models that compute in bf16 do everywhere; all sums are fp32. Online softmax over tiles of 32 tokens, aligned in the
 context: a row goes through the tiles that its own context touches, whatever rows share them.
+
+Each `SEGMENT` tokens of a context start anew, and the states of the segments are folded in their order. So threads can
+take segments of one row, and its bits do not depend on whether they do.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from deepinfer.kernels.cpu.bf16_tiles import (
 )
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_half, store_float
+from deepinfer.kernels.cpu.memory import load_float, load_half, store_float
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
@@ -47,12 +50,15 @@ from deepinfer.kernels.cpu.vec16 import (
 _FP16, _INT8 = FP16.number, INT8.number
 _ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _VECTOR = 4 * LANES
+SEGMENT = 16 * TILE
+"""Tokens of a segment, always aligned to a multiple of it in the context."""
 _AHEAD = 2 * TILE
 """How far in front of what is read memory is asked for."""
 
 
 class Places(NamedTuple):
-    """Byte offsets within a worker's scratch. The records of the rows come last."""
+    """Byte offsets within a worker's scratch. The records of the rows come last, and then their states: of a row and
+    query head, as its record begins, over all segments so far."""
 
     values: int
     staged: int
@@ -67,7 +73,12 @@ def places(head_dim: int) -> Places:
 
 def scratch_bytes(head_dim: int, rows: int) -> int:
     """Of a worker, for at most `rows` rows, counted once for each query head."""
-    return places(head_dim).records + rows * row_record(head_dim).length
+    return places(head_dim).records + rows * (row_record(head_dim).length + state_bytes(head_dim))
+
+
+def state_bytes(head_dim: int) -> int:
+    """Of a state: an accumulator fp32 [head_dim], [16] fp32 lane sums and maxima."""
+    return row_record(head_dim).decay
 
 
 @helper
@@ -161,6 +172,108 @@ def _weigh(k_codec, v_codec, scores, sums, scales, low, high):  # type: ignore[n
 
 
 @helper
+def _forget(state, record):  # type: ignore[no-untyped-def]
+    """No token seen yet."""
+    _zero_row(state, record.maximum)
+    store_f32(state + record.maximum, splat(_LOWEST))
+
+
+@helper
+def _fold(state, part, record):  # type: ignore[no-untyped-def]
+    """Adds the state of a segment to that of the segments before it."""
+    before, largest = load_f32(state + record.maximum), load_f32(part + record.maximum)
+    if load_float(part + record.maximum) == _LOWEST:
+        return
+    top = largest_of(before, largest)
+    old, new = softmax_weight(before, top), softmax_weight(largest, top)
+    for at in range(0, record.maximum, _VECTOR):
+        store_f32(state + at, add(mul(load_f32(state + at), old), mul(load_f32(part + at), new)))
+    store_f32(state + record.maximum, top)
+
+
+@helper
+def _write_output(act_codec, act_bytes, head_dim, state, sums, target):  # type: ignore[no-untyped-def]
+    literally(act_codec)
+    inverse = splat(_ONE / lane_sum(load_f32(sums)))
+    for lane in range(0, head_dim, LANES):
+        # Adding zero turns -0 into 0, which is all that a tile's masked slots could change.
+        value = add(mul(load_f32(state + 4 * lane), inverse), splat(_ZERO))
+        store16(act_codec, target + act_bytes * lane, value)
+
+
+@helper
+def _take_queries(head_dim, record, records, group, head, first, end, queries, row_floats):  # type: ignore[no-untyped-def]
+    for row in range(first, end):
+        for member in range(group):
+            mine = records + ((row - first) * group + member) * record.length
+            query = queries + 4 * (row * row_floats + (head * group + member) * head_dim)
+            _copy_row(query, mine + record.query, 2 * head_dim)
+
+
+@helper
+def first_seen(layer, position):  # type: ignore[no-untyped-def]
+    """The first token of the first tile that a row at a position sees."""
+    window = layer[plan.WINDOW]
+    start = max(0, position - window + 1) if window > 0 else 0
+    return start - start % TILE
+
+
+@helper
+def _attend_span(  # type: ignore[no-untyped-def]
+    k_codec, k_bytes, v_codec, v_bytes, head_dim, at_once, record, place, layer, table, begin, rows, context, head,
+    low, high, scratch,
+):  # fmt: skip
+    """The records of rows whose positions go up from `begin` to the states of what they see of tokens low .. high, all
+    within one segment."""
+    literally(k_codec)
+    literally(v_codec)
+    literally(head_dim)
+    literally(at_once)
+    group, window = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS], layer[plan.WINDOW]
+    keys, values, staged, scales = scratch, scratch + place.values, scratch + place.staged, scratch + place.scales
+    records = scratch + place.records
+    k_row, v_row = head_dim * k_bytes, head_dim * v_bytes
+    for index in range(rows * group):
+        _forget(records + index * record.length, record)
+    set_up_for = 0
+    for token in range(low, high, TILE):
+        ahead, ahead_end = token + _AHEAD, min(token + _AHEAD + TILE, context)
+        prefetch_tokens(layer[plan.K_ADDRESS], k_row, layer, table, head, ahead, ahead_end)
+        for half in range(2):
+            at = token + half * LANES
+            count = context - at
+            source = _rows_of(layer[plan.K_ADDRESS], k_row, layer, table, head, at, count, staged)
+            key_pairs(k_codec, head_dim, source, keys + half * _VECTOR)
+            source = _rows_of(layer[plan.V_ADDRESS], v_row, layer, table, head, at, count, staged)
+            value_pairs(v_codec, head_dim, source, values + half * 2 * LANES * head_dim)
+            if k_codec == _INT8:
+                _load_scales(layer[plan.K_SCALES_ADDRESS], layer, table, head, at, count, scales + half * _VECTOR)
+            if v_codec == _INT8:
+                target = scales + 4 * TILE + half * _VECTOR
+                _load_scales(layer[plan.V_SCALES_ADDRESS], layer, table, head, at, count, target)
+        prefetch_tokens(layer[plan.V_ADDRESS], v_row, layer, table, head, ahead, ahead_end)
+        # Positions ascend by one, so the rows that see something of this tile lie side by side.
+        seen_from = max(0, token - begin)
+        seen_to = min(rows, token + TILE - 1 + window - begin) if window > 0 else rows
+        low_index, last = seen_from * group, seen_to * group - 1
+        rest = (last - low_index) % at_once + 1
+        if rest != set_up_for:
+            set_up_rows(at_once, rest)
+            set_up_for = rest
+        for index in range(low_index, last + 1, at_once):
+            pair_scores(at_once, head_dim, keys, records, index, last)
+        for row in range(seen_from, seen_to):
+            seen_high = begin + row + 1 - token
+            seen_low = seen_high - window if window > 0 else 0
+            for member in range(group):
+                mine = records + (row * group + member) * record.length
+                _weigh(k_codec, v_codec, mine + record.scores, mine + record.sums, scales, seen_low, seen_high)
+        for index in range(low_index, last + 1, at_once):
+            pair_accumulate(at_once, head_dim, values, records, index, last)
+    let_go_of_rows(at_once)
+
+
+@helper
 def attend_pairs(  # type: ignore[no-untyped-def]
     k_codec, k_bytes, v_codec, v_bytes, act_codec, act_bytes, head_dim, at_once, record, place,
     layer, table, positions, first, end, head, queries, row_floats, out, scratch,
@@ -175,63 +288,62 @@ def attend_pairs(  # type: ignore[no-untyped-def]
     literally(act_codec)
     literally(head_dim)
     literally(at_once)
-    group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
-    window = layer[plan.WINDOW]
-    keys, values, staged, scales = scratch, scratch + place.values, scratch + place.staged, scratch + place.scales
-    records = scratch + place.records
-    k_row, v_row = head_dim * k_bytes, head_dim * v_bytes
+    group, records = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS], scratch + place.records
+    begin, context = np.int64(positions[first]), np.int64(positions[end - 1]) + 1
+    count = (end - first) * group
+    states, state_length = records + count * record.length, record.decay
+    _take_queries(head_dim, record, records, group, head, first, end, queries, row_floats)
+    start = first_seen(layer, begin)
+    several = start // SEGMENT != (context - 1) // SEGMENT
+    for index in range(count if several else 0):
+        _forget(states + index * state_length, record)
+    for segment in range(start - start % SEGMENT, context, SEGMENT):
+        _attend_span(
+            k_codec, k_bytes, v_codec, v_bytes, head_dim, at_once, record, place, layer, table, begin, end - first,
+            context, head, max(start, segment), min(context, segment + SEGMENT), scratch,
+        )  # fmt: skip
+        for index in range(count if several else 0):
+            _fold(states + index * state_length, records + index * record.length, record)
     for row in range(first, end):
         for member in range(group):
-            mine = records + ((row - first) * group + member) * record.length
-            _zero_row(mine, record.maximum)
-            store_f32(mine + record.maximum, splat(_LOWEST))
-            query = queries + 4 * (row * row_floats + (head * group + member) * head_dim)
-            _copy_row(query, mine + record.query, 2 * head_dim)
-    begin = np.int64(positions[first])
-    context = np.int64(positions[end - 1]) + 1
-    start = max(0, begin - window + 1) if window > 0 else 0
-    set_up_for = 0
-    for token in range(start - start % TILE, context, TILE):
-        ahead, ahead_end = token + _AHEAD, min(token + _AHEAD + TILE, context)
-        prefetch_tokens(layer[plan.K_ADDRESS], k_row, layer, table, head, ahead, ahead_end)
-        for half in range(2):
-            at = token + half * LANES
-            count = context - at
-            rows = _rows_of(layer[plan.K_ADDRESS], k_row, layer, table, head, at, count, staged)
-            key_pairs(k_codec, head_dim, rows, keys + half * _VECTOR)
-            rows = _rows_of(layer[plan.V_ADDRESS], v_row, layer, table, head, at, count, staged)
-            value_pairs(v_codec, head_dim, rows, values + half * 2 * LANES * head_dim)
-            if k_codec == _INT8:
-                _load_scales(layer[plan.K_SCALES_ADDRESS], layer, table, head, at, count, scales + half * _VECTOR)
-            if v_codec == _INT8:
-                target = scales + 4 * TILE + half * _VECTOR
-                _load_scales(layer[plan.V_SCALES_ADDRESS], layer, table, head, at, count, target)
-        prefetch_tokens(layer[plan.V_ADDRESS], v_row, layer, table, head, ahead, ahead_end)
-        # Positions ascend by one, so the rows that see something of this tile lie side by side.
-        seen_from = first + max(0, token - begin)
-        seen_to = min(end, first + token + TILE - 1 + window - begin) if window > 0 else end
-        low_index, last = (seen_from - first) * group, (seen_to - first) * group - 1
-        rest = (last - low_index) % at_once + 1
-        if rest != set_up_for:
-            set_up_rows(at_once, rest)
-            set_up_for = rest
-        for index in range(low_index, last + 1, at_once):
-            pair_scores(at_once, head_dim, keys, records, index, last)
-        for row in range(seen_from, seen_to):
-            high = begin + (row - first) + 1 - token
-            low = high - window if window > 0 else 0
-            for member in range(group):
-                mine = records + ((row - first) * group + member) * record.length
-                _weigh(k_codec, v_codec, mine + record.scores, mine + record.sums, scales, low, high)
-        for index in range(low_index, last + 1, at_once):
-            pair_accumulate(at_once, head_dim, values, records, index, last)
-    let_go_of_rows(at_once)
-    for row in range(first, end):
-        for member in range(group):
-            mine = records + ((row - first) * group + member) * record.length
+            index = (row - first) * group + member
+            state = states + index * state_length if several else records + index * record.length
             target = out + act_bytes * head_dim * (row * layer[plan.NUM_Q_HEADS] + head * group + member)
-            inverse = splat(_ONE / lane_sum(load_f32(mine + record.sums)))
-            for lane in range(0, head_dim, LANES):
-                # Adding zero turns -0 into 0, which is all that a tile's masked slots could change.
-                value = add(mul(load_f32(mine + 4 * lane), inverse), splat(_ZERO))
-                store16(act_codec, target + act_bytes * lane, value)
+            _write_output(act_codec, act_bytes, head_dim, state, state + record.sums, target)
+
+
+@helper
+def attend_segment(  # type: ignore[no-untyped-def]
+    k_codec, k_bytes, v_codec, v_bytes, head_dim, at_once, record, place, layer, table, position, row, head, segment,
+    queries, row_floats, states, scratch,
+):  # fmt: skip
+    """A segment of one row's context, for one KV head: to `states`, one for each of its query heads."""
+    literally(k_codec)
+    literally(v_codec)
+    literally(head_dim)
+    literally(at_once)
+    group, records = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS], scratch + place.records
+    _take_queries(head_dim, record, records, group, head, row, row + 1, queries, row_floats)
+    low, high = max(first_seen(layer, position), segment * SEGMENT), min(position + 1, (segment + 1) * SEGMENT)
+    _attend_span(
+        k_codec, k_bytes, v_codec, v_bytes, head_dim, at_once, record, place, layer, table, position, 1, position + 1,
+        head, low, high, scratch,
+    )  # fmt: skip
+    for member in range(group):
+        _copy_row(records + member * record.length, states + member * record.decay, record.decay)
+
+
+@helper
+def fold_segments(  # type: ignore[no-untyped-def]
+    act_codec, act_bytes, head_dim, record, layer, position, row, head, states, segments, out, scratch,
+):  # fmt: skip
+    """The output of a row and KV head, from the states [segments, query heads of it] that `attend_segment` left."""
+    literally(act_codec)
+    literally(head_dim)
+    group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
+    for member in range(group):
+        _forget(scratch, record)
+        for segment in range(first_seen(layer, position) // SEGMENT, position // SEGMENT + 1):
+            _fold(scratch, states + (segment * group + member) * record.decay, record)
+        target = out + act_bytes * head_dim * (row * layer[plan.NUM_Q_HEADS] + head * group + member)
+        _write_output(act_codec, act_bytes, head_dim, scratch, scratch + record.sums, target)

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import BF16, FP32
 from deepinfer.kernels.cpu import amx
-from deepinfer.kernels.cpu.attend_pairs import scratch_bytes
+from deepinfer.kernels.cpu.attend_pairs import SEGMENT, scratch_bytes, state_bytes
 from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, AttentionUnits, attention_units, multiplies_pairs
 from deepinfer.kernels.cpu.plan import layer_plan
 from deepinfer.kernels.cpu.tasks import Task, bits, recorder, run_tasks
@@ -25,6 +25,8 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 PARALLEL_SCORES = 2048
 """Products of a query and a key in a layer, from which on waking the other threads pays (about 15 us of
 work)."""
+_SPLIT_FROM, _UNITS_OF_WORKER = 2 * SEGMENT, 4
+"""Contexts of so many tokens are split between threads where rows times KV heads are fewer than so many units each."""
 _STATE_FLOATS = 4096
 _ACTIVATIONS = {torch.float32: FP32, torch.bfloat16: BF16}
 
@@ -40,6 +42,9 @@ class _Workspace(NamedTuple):
     scratch: np.ndarray
     counters: np.ndarray
     """int64 [layers, 2]."""
+    segments: int
+    """Into how many contexts are split; 0: they are not."""
+    states: np.ndarray
     arguments: tuple[int, ...]
     """Those that follow POSITIONS and do not change from layer to layer."""
 
@@ -93,9 +98,16 @@ class NumbaAttention(EncoderCounts):
             *(self._plans[layer].ctypes.data, *work.arguments),
             *(batch.nonfinite_rows.ctypes.data, work.counters.ctypes.data + 16 * layer, qkv.data_ptr(), out.data_ptr()),
             *(work.queries.ctypes.data, work.scratch.ctypes.data, work.scratch.strides[0], self._scale, self._eps),
+            work.states.ctypes.data,
         )
         attends = len(work.tiles) * self._spec.num_kv_heads
-        if work.each_alone:
+        if work.segments and units.segment:
+            parts = attends * work.segments
+            tasks = [
+                *(Task(units.write, batch.num_rows, arguments), Task(units.segment, parts, arguments)),
+                Task(units.fold, attends, arguments),
+            ]
+        elif work.each_alone:
             tasks = [Task(units.decode, attends, arguments)]
         else:
             tasks = [Task(units.write, batch.num_rows, arguments), Task(units.attend, attends, arguments)]
@@ -126,6 +138,10 @@ class NumbaAttention(EncoderCounts):
         workers = numba.get_num_threads() if scores >= PARALLEL_SCORES or recorder() is not None else 1
         tiles = batch.row_tiles(self._tile_rows)
         tables = batch.block_tables
+        segments = self.segments(batch) if batch.segments is None else batch.segments
+        state_floats = state_bytes(self._spec.head_dim) // 4
+        states = _aligned(1 + batch.num_rows * self._spec.num_q_heads * segments, state_floats)
+        states.view(np.int64)[0, 0] = segments
         addresses = [part.ctypes.data for part in (batch.positions, batch.row_seq, tables)]
         return _Workspace(
             owner=self,
@@ -135,8 +151,19 @@ class NumbaAttention(EncoderCounts):
             queries=np.empty((batch.num_rows, row_floats), np.float32),
             scratch=_aligned(workers, self._scratch_floats),
             counters=np.zeros((self._spec.num_layers, 2), np.int64),
+            segments=segments,
+            states=states,
             arguments=(*addresses, tables.shape[1], tiles.ctypes.data),
         )
+
+    def segments(self, batch: AttentionBatch) -> int:
+        """Into how many segments the contexts of a decode step are split between threads: a power of two that is enough
+        for the longest one; 0 where there are rows and heads enough for all threads, or contexts are short."""
+        rows, longest = batch.num_rows, int(batch.positions.max(initial=0))
+        few = rows * self._spec.num_kv_heads < _UNITS_OF_WORKER * numba.get_num_threads()
+        if not few or longest < _SPLIT_FROM or len(batch.block_tables) != rows:
+            return 0
+        return 1 << (longest // SEGMENT).bit_length()
 
     def check(self, batch: AttentionBatch) -> None:
         """Raises ValueError if a row would read or write where it must not."""

@@ -12,7 +12,15 @@ from numba import carray, literally
 from deepinfer.kernels.codecs import BF16, Codec
 from deepinfer.kernels.cpu import bf16_tiles, plan
 from deepinfer.kernels.cpu.attend import attend_unit
-from deepinfer.kernels.cpu.attend_pairs import attend_pairs, places, prefetch_first
+from deepinfer.kernels.cpu.attend_pairs import (
+    SEGMENT,
+    attend_pairs,
+    attend_segment,
+    first_seen,
+    fold_segments,
+    places,
+    prefetch_first,
+)
 from deepinfer.kernels.cpu.bf16_tiles import MATRIX_ROWS
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.kv_write import (
@@ -88,6 +96,10 @@ class AttentionUnits(NamedTuple):
     """One KV head of a tile of rows for each unit."""
     decode: int
     """Both, for tiles of one row whose sequence has no other: it reads no key but its own that is written now."""
+    segment: int
+    """One segment of a row's context and one KV head for each unit: [rows, kv heads, segments] of them. To STATES."""
+    fold: int
+    """One KV head of a row for each unit, from STATES. These two: 0 where attention is not by bf16 products."""
 
 
 (
@@ -106,10 +118,12 @@ class AttentionUnits(NamedTuple):
     SCRATCH_BYTES,
     SCALE,
     EPS,
-) = range(15)
+    STATES,
+) = range(16)
 """Arguments: addresses of the layer's plan and of what `AttentionBatch` holds (NONFINITE_ROWS: bytes [rows], COUNTERS:
 int64 [2] of this layer), of the activations, of the rotated queries fp32 [rows, heads, head_dim] and of each worker's
-scratch. SCALE and EPS are fp32."""
+scratch. SCALE and EPS are fp32. STATES: where contexts are split, of an int64, the number of segments, in a cache line
+of its own, and the states [rows, kv heads, segments, query heads of a KV head] behind it."""
 SATURATED, NONFINITE = range(2)
 
 
@@ -233,4 +247,36 @@ def attention_units(
                 table, positions, row, row + 1, head, queries, row_floats, out, scratch,
             )  # fmt: skip
 
-    return AttentionUnits(write.address, attend.address, decode.address)
+    if not pairs:
+        return AttentionUnits(write.address, attend.address, decode.address, 0, 0)
+
+    @unit
+    def segment(arguments, index, worker):  # type: ignore[no-untyped-def]
+        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        states = load_int(arguments + 8 * STATES)
+        segments = load_int(states)
+        head_of_row, number = index // segments, index % segments
+        row, head = head_of_row // layer[plan.NUM_KV_HEADS], head_of_row % layer[plan.NUM_KV_HEADS]
+        position = np.int64(load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row))
+        if number * SEGMENT > position or (number + 1) * SEGMENT <= first_seen(layer, position):
+            return
+        table, _, queries, row_floats, _, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)
+        attend_segment(
+            k_codec, k_bytes, v_codec, v_bytes, head_dim, alone, record, place, layer, table, position, row, head,
+            number, queries, row_floats, states + 64 + index * group * record.decay, scratch,
+        )  # fmt: skip
+
+    @unit
+    def fold(arguments, index, worker):  # type: ignore[no-untyped-def]
+        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        row, head = index // layer[plan.NUM_KV_HEADS], index % layer[plan.NUM_KV_HEADS]
+        position = np.int64(load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row))
+        states = load_int(arguments + 8 * STATES)
+        segments = load_int(states)
+        _, _, _, _, out, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)
+        fold_segments(
+            act_codec, act_bytes, head_dim, record, layer, position, row, head,
+            states + 64 + index * segments * group * record.decay, segments, out, scratch,
+        )  # fmt: skip
+
+    return AttentionUnits(write.address, attend.address, decode.address, segment.address, fold.address)

@@ -24,14 +24,16 @@ Compute = Callable[[Tensor, AttentionBatch], Tensor]
 
 
 class Step:
-    """The inputs of a step of `rows` rows, always in the same memory, and the program that reads them."""
+    """The inputs of a step of `rows` rows, always in the same memory, and the program that reads them. `segments`: see
+    `NumbaAttention.segments`."""
 
-    def __init__(self, rows: int, table_width: int, compute: Compute) -> None:
+    def __init__(self, rows: int, table_width: int, segments: int, compute: Compute) -> None:
         self.token_ids = torch.zeros(rows, dtype=torch.int32)
         each = torch.arange(rows + 1, dtype=torch.int32)
         self.batch = AttentionBatch(
             torch.zeros(rows, dtype=torch.int32), each[:-1], torch.zeros((rows, table_width), dtype=torch.int32), each
         )
+        self.batch.segments = segments
         with recording() as recorder:
             self.logits = compute(self.token_ids, self.batch)
         self.recorder: Recorder = recorder
@@ -55,21 +57,23 @@ class StepPrograms:
     """Owned by one executor, and used by one thread at a time.
 
     check: raises ValueError for a batch whose rows would read or write where they must not.
+    segments: of `NumbaAttention`; steps that split contexts otherwise are other programs.
     table_width: blocks of the longest context.
     """
 
     check: Callable[[AttentionBatch], None]
+    segments: Callable[[AttentionBatch], int]
     table_width: int
     replays: int = 0
 
     def __post_init__(self) -> None:
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
         self._refused = ""
 
     @property
     def captured(self) -> list[tuple[int, int]]:
         """(rows, most blocks of a context) of every program."""
-        return [(rows, self.table_width) for rows in sorted(self._steps)]
+        return [(rows, self.table_width) for rows, _ in sorted(self._steps)]
 
     @property
     def in_use(self) -> bool:
@@ -83,13 +87,19 @@ class StepPrograms:
             return False
         return batch.block_tables.shape[1] <= self.table_width
 
+    def key_of(self, batch: AttentionBatch) -> tuple[int, int]:
+        """By which a program is found: rows, and segments of their contexts."""
+        return batch.num_rows, self.segments(batch)
+
     def run(self, token_ids: Tensor, batch: AttentionBatch, compute: Compute) -> Tensor:
         """Logits [N, vocab] of a step that `takes` said yes to; theirs until the next step."""
         self.check(batch)
-        step = self._steps.get(batch.num_rows)
+        key = self.key_of(batch)
+        step = self._steps.get(key)
         if step is None:
             try:
-                step = self._steps[batch.num_rows] = Step(batch.num_rows, self.table_width, compute)
+                rows, segments = key
+                step = self._steps[key] = Step(rows, self.table_width, segments, compute)
             except NotRecordableError as error:
                 self._refused = str(error)
                 log.warning("decode steps run call by call: %s", error)

@@ -8,7 +8,7 @@ from kernel_harness import Case, assert_bit_equal_in_any_chunking
 
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.codecs import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8
-from deepinfer.kernels.cpu import amx, bf16_tiles, tiles
+from deepinfer.kernels.cpu import amx, bf16_tiles, paged_attention, tiles
 from deepinfer.kernels.cpu.paged_kernel import multiplies_pairs, rows_at_once
 from deepinfer.kernels.reference_attention import ReferenceAttention
 from deepinfer.stages.memory.residency import READ_TOGETHER
@@ -110,6 +110,55 @@ def test_it_agrees_with_the_reference_that_rounds_at_the_same_places(fmt, option
 def test_rows_are_bit_equal_alone_and_in_any_chunking(fmt, window):
     case = pair_case(fmt, lengths=(49, 33, 100), window=window)
     assert_bit_equal_in_any_chunking(case)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "window", "heads"),
+    [("int8", 0, (6, 2)), ("fp8_e4m3", 700, (6, 2)), ("bf16", 0, (2, 1)), ("bf16", 513, (4, 4))],
+)
+def test_contexts_that_threads_share_give_the_same_bits_as_those_of_one_thread(monkeypatch, fmt, window, heads):
+    """Decode steps of one row and of rows with short and long contexts, on both sides of the ends of segments."""
+    monkeypatch.setattr(paged_attention, "_UNITS_OF_WORKER", 100)
+    lengths = (2100, 40, 1025)
+    case = pair_case(fmt, heads=heads, lengths=lengths, window=window)
+    attention = case.attention("numba", case.pool())
+    whole, plain, split_into = case.forward(attention, case.everything()), attention.segments, []
+
+    def segments(batch):
+        split_into.append(plain(batch))
+        return split_into[-1]
+
+    monkeypatch.setattr(attention, "segments", segments)
+    for steps in ([(0, 2099)], [(0, 1024), (1, 39)], [(2, 1023)], [(2, 1024), (1, 0), (0, 2047)], [(0, 1536)]):
+        pieces = [(seq, at, at + 1) for seq, at in steps]
+        split = case.forward(attention, pieces)
+        for (seq, at), row in zip(steps, split, strict=True):
+            assert torch.equal(row[0], whole[seq][at])
+        with monkeypatch.context() as patched:
+            patched.setattr(paged_attention, "_SPLIT_FROM", 10**6)
+            assert all(torch.equal(*rows) for rows in zip(case.forward(attention, pieces), split, strict=True))
+    assert split_into == [8, 0, 4, 0, 0, 0, 4, 0, 4, 0]
+
+
+def test_only_long_contexts_of_few_rows_are_shared_by_threads():
+    case = pair_case("int8", heads=(6, 2), lengths=(2100, 2100))
+    attention = case.attention("numba", case.pool())
+    threads = numba.get_num_threads()
+
+    def segments(rows, position):
+        return attention.segments(AttentionBatch([position] * rows, range(rows), [[0]] * rows, range(rows + 1)))
+
+    assert [segments(1, at) for at in (0, 1023, 1024, 1535, 2047, 2048, 2099)] == [0, 0, 4, 4, 4, 8, 8]
+    assert segments(2 * threads - 1, 2099) == 8
+    assert segments(2 * threads, 2099) == 0
+    assert attention.segments(AttentionBatch([2098, 2099], [0, 0], [[0]], [0, 2])) == 0
+
+
+@pytest.mark.parametrize(("fmt", "window"), [("int8", 0), ("fp8_e4m3/fp8_e5m2", 600)])
+def test_rows_over_several_segments_agree_with_exact_attention(fmt, window):
+    case = pair_case(fmt, lengths=(1300,), window=window)
+    got = run(case, case.attention("numba", case.pool()))
+    assert cosine(got, run(case, case.attention("reference", case.pool()))) > 0.99999
 
 
 @pytest.mark.parametrize(("fmt", "poison"), [("fp8_e4m3/fp8_e5m2", 0x7F), ("bf16", 0xFF), ("int8", 0x7E)])

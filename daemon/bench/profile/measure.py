@@ -36,7 +36,7 @@ class Passes:
             ModelRunner(host.executor, sampler, lane), ModelRunner(host.prefill_executor, sampler, lane)
         )
         made = host.ops.step_programs(host.attention, blocks_for(host.max_context, BLOCK_SIZE))
-        self._programs = None if made is None else TimedSteps(made.check, made.table_width)
+        self._programs = None if made is None else TimedSteps(made.check, made.segments, made.table_width)
         model = labelled_model(host.model, self._notes)
         attention: Any = LabelledAttention(host.attention, host.model, host.pool.layout, self._notes)
         noted: Any = _NotedSampler(sampler, self._notes)

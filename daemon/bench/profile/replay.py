@@ -39,20 +39,21 @@ class TimedSteps(StepPrograms):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._timed: dict[int, list] = {}
+        self._timed: dict[tuple[int, int], list] = {}
 
     def run(self, token_ids: Tensor, batch: AttentionBatch, compute: Compute) -> Tensor:
-        step = self._steps.get(batch.num_rows)
+        key = self.key_of(batch)
+        step = self._steps.get(key)
         if step is None:
             self.last = None
             return super().run(token_ids, batch, compute)
-        parts = self._timed.get(batch.num_rows)
+        parts = self._timed.get(key)
         if parts is None:
             parts = [
                 TimedProgram(part) if isinstance(part, list) else part
                 for part in [*step.recorder.steps, *step.recorder.last]
             ]
-            self._timed[batch.num_rows] = parts
+            self._timed[key] = parts
         workers, calls = numba.get_num_threads(), {}
         begin = now()
         self.check(batch)

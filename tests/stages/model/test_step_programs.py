@@ -164,7 +164,7 @@ def test_a_recorded_step_reads_the_embeddings_of_the_tokens_that_it_is_given(sca
     if scale != 1.0:
         embedding = ScaledEmbedding(embedding, scale)
     ops = open_device("cpu")
-    step = Step(2, 1, lambda ids, batch: ops.embed(embedding, ids))
+    step = Step(2, 1, 0, lambda ids, batch: ops.embed(embedding, ids))
     for ids in ([5, 63], [0, 5]):
         given = torch.tensor(ids, dtype=torch.int32)
         step.run(given, AttentionBatch([0, 0], [0, 1], [[0], [0]], [0, 1, 2]), 1)
