@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numba
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tiny_checkpoints import tiny_model
 
 from deepinfer.kernels import packed_linear
 from deepinfer.kernels.attention import AttentionBatch
-from deepinfer.kernels.cpu import step_programs
+from deepinfer.kernels.cpu import paged_attention, step_programs
 from deepinfer.kernels.cpu.step_programs import Step
 from deepinfer.kernels.cpu.tasks import Program, Recording, recording
 from deepinfer.kernels.devices import open_device
@@ -83,6 +85,17 @@ def test_any_number_of_threads_computes_the_same(model, monkeypatch, threads):
     """More workers than threads as well: the last ones then come when everything is done."""
     monkeypatch.setattr(step_programs.numba, "get_num_threads", lambda: threads)
     assert random_run(model, "int8", seed=5, steps=20)[0]
+
+
+def test_steps_whose_contexts_threads_share_are_programs_of_their_own(tmp_path, monkeypatch):
+    """Every other step, however short its contexts are."""
+    wide = load_model(open_checkpoint(save_tiny_llama(tmp_path / "wide", head_dim=64)), "bf16")
+    counts = itertools.cycle([0, 1, 4])
+    monkeypatch.setattr(paged_attention.NumbaAttention, "segments", lambda self, batch: next(counts))
+    same, programs = random_run(wide, "int8", seed=3, steps=40)
+    assert same
+    assert {segments for _, segments in programs._steps} == {0, 1, 4}
+    assert programs.replays >= 20
 
 
 @pytest.mark.parametrize("part", ["token_ids", "positions", "block_tables"])
