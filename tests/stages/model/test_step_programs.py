@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numba
 import pytest
 import torch
 from quantised_folders import act_order
@@ -162,7 +161,7 @@ def test_every_unit_of_a_replayed_step_is_done_once(model):
     side.executor.forward(batch)
     (step,) = side.graphs._steps.values()
     with torch.inference_mode():
-        step.run(batch.token_ids, batch.attention, numba.get_num_threads())
+        step.run(batch.token_ids, batch.attention, 2)  # one worker alone counts nothing
     for program in step._recording._steps:
         if isinstance(program, Program):
             num_tasks += len(program._tasks)
