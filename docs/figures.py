@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "docs" / "results" / "bench-serving-cpu-2-cores.json"
+RESULT = ROOT / "docs" / "results" / "bench-serving-amx-2-cores.json"
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 
