@@ -80,7 +80,7 @@ class EngineConfig:
     )
     prefill_chunk_tokens: int = setting(
         256,
-        "Prompt tokens computed between two decode steps.",
+        "Prompt tokens computed between two decode steps. On the CPU twice as many while nothing decodes.",
         low=1,
         aliases=("--chunked-prefill-size", "--max-num-batched-tokens"),
     )

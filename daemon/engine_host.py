@@ -24,7 +24,7 @@ from deepinfer.stages.decode import DecodeStage
 from deepinfer.stages.flight_record import FlightRecord
 from deepinfer.stages.lanes import Lanes
 from deepinfer.stages.memory.arena import HostArena
-from deepinfer.stages.memory.entries import ResidencyConfig
+from deepinfer.stages.memory.entries import ResidencyConfig, idle_chunks
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.pool import KVPool
 from deepinfer.stages.memory.prefix import PrefixTree
@@ -176,6 +176,7 @@ class EngineHost:
             ResidencyConfig(
                 max_running=config.max_running,
                 prefill_chunk_tokens=config.prefill_chunk_tokens,
+                idle_chunks=idle_chunks(self.ops.overlaps),
                 victims=config.victims,
                 offload_unit=config.offload_unit,
                 quantum=config.residency_quantum,
@@ -224,7 +225,8 @@ class EngineHost:
         there before the first request; where there are graphs, a step of every number of rows that they are captured
         for. To be called before `start`; leaves the pool zeroed."""
         block_size, blocks = self.config.block_size, self.plan.num_blocks
-        rows = max(1, min(self.config.prefill_chunk_tokens, blocks * block_size - 1, self.max_context - 2))
+        chunk = self.config.prefill_chunk_tokens * idle_chunks(self.ops.overlaps)
+        rows = max(1, min(chunk, blocks * block_size - 1, self.max_context - 2))
         submit = Submit(rid=0, prompt=bytes(4 * rows), params=SamplingParams(max_new_tokens=2))
         request = Request(submit, blocks_for(rows + 1, block_size))
         request.num_blocks = len(request.table)

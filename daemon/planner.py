@@ -8,6 +8,7 @@ from typing import NamedTuple
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.target import Target
 from deepinfer.kernels import BlockLayout, KVFormat, packed_linear, resolve_kv_format
+from deepinfer.stages.memory.entries import idle_chunks
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import EMBEDDING, ModelConfig
@@ -152,7 +153,7 @@ def _margin(target: Target) -> int:
 def rows_at_once(config: EngineConfig, target: Target) -> int:
     """At most: a prefill chunk, or one row of every running request; on CUDA both, side by side. Each running request
     samples in one of the two."""
-    chunk, step = config.prefill_chunk_tokens, config.max_running
+    chunk, step = config.prefill_chunk_tokens * idle_chunks(target.cuda_kernels), config.max_running
     return chunk + step if target.cuda_kernels else max(chunk, step)
 
 

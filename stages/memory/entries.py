@@ -75,6 +75,12 @@ class Entry:
         return (-self.priority, self.arrival)
 
 
+def idle_chunks(beside_decode: bool) -> int:
+    """How many prefill chunks are computed as one while nobody decodes: fewer and larger matmuls. Where prefill runs
+    beside decode no step waits for it anyway, and chunks are as large as they should be."""
+    return 1 if beside_decode else 2
+
+
 @dataclass(frozen=True)
 class ResidencyConfig:
     """Bounds of the policy."""
@@ -82,6 +88,8 @@ class ResidencyConfig:
     max_running: int = 64
     """Requests that run, or are on their way, at the same time."""
     prefill_chunk_tokens: int = 256
+    idle_chunks: int = 1
+    """So many chunks are computed as one while nobody decodes."""
     victims: str = "lru"
     """Who moves out first among equals in priority: lru, smallest or youngest."""
     quantum: int = 4

@@ -149,9 +149,10 @@ class Residency:
         return Step([rid for rid in rows if self.entries[rid].state is State.DECODE], moves, copies)
 
     def chunk(self) -> list[Chunk]:
-        """The next prefill chunk, several requests packed into at most `prefill_chunk_tokens`; they are busy until
-        `chunk_done`."""
-        budget = self.config.prefill_chunk_tokens
+        """The next prefill chunk, several requests packed into at most `prefill_chunk_tokens`, while nobody decodes
+        `idle_chunks` times as many; they are busy until `chunk_done`."""
+        chunks_at_once = 1 if self._book.in_state(State.DECODE) else self.config.idle_chunks
+        budget = self.config.prefill_chunk_tokens * chunks_at_once
         chunks: list[Chunk] = []
         for entry in sorted(self._book.in_state(State.PREFILL), key=lambda e: e.seniority):
             if entry.busy or budget == 0:

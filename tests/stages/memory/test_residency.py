@@ -344,6 +344,7 @@ def run_seeded(
         swap="recompute" not in policy,
         offload_unit="block" if "by block" in policy else "request",
         prefill_chunk_tokens=rng.choice([3, 8, 64]),
+        idle_chunks=rng.choice([1, 2]),
         quantum=rng.choice([1, 4]),
         max_parks=rng.choice([1, 3]),
         window=windows[seed % len(windows)],
@@ -412,6 +413,27 @@ def test_windowed_requests_hold_only_what_they_can_still_see_and_lose_none_of_it
     assert (swaps > 0) == ("recompute" not in policy)
     assert (found > 0) == ("sharing" in policy)
     assert (in_part > 0) == ("by block" in policy)
+
+
+def test_chunks_are_larger_only_while_nobody_decodes():
+    config = ResidencyConfig(prefill_chunk_tokens=8, idle_chunks=2)
+    simulation = Simulation(64, config=config)
+    sizes, cut = [], simulation.policy.chunk
+
+    def chunk():
+        decodes = any(entry.state is State.DECODE for entry in simulation.policy.entries.values())
+        chunks = cut()
+        if chunks:
+            sizes.append((decodes, sum(part.count for part in chunks)))
+        return chunks
+
+    simulation.policy.chunk = chunk
+    simulation.submit(0, prompt=40, new=30)
+    turn_until(simulation, lambda: simulation.produced[0] > 0)
+    simulation.submit(1, prompt=21, new=2)
+    simulation.run(300)
+    assert sizes == [(False, 16), (False, 16), (False, 8), (True, 8), (True, 8), (True, 5)]
+    assert_all_returned(simulation)
 
 
 def test_a_long_answer_in_a_window_never_holds_more_than_the_window_and_a_step():
