@@ -155,18 +155,18 @@ def test_a_pool_too_small_for_a_request_is_refused_with_the_size_of_a_block(tiny
 
 
 def test_every_format_decodes_at_every_length_in_every_round(tiny_path, tmp_path, lent):
-    size = ("--contexts", "40,120", "--max-new-tokens", "8", "--rounds", "2", "--concurrency", "2")
+    size = ("--contexts", "40,120", "--max-new-tokens", "40", "--rounds", "2", "--concurrency", "2")
     report, printed = run("slope", tiny_path, tmp_path, "--kv-cache-dtype", "int8", *size)
     (row,) = report["formats"].values()
     assert list(row["step_ms"]) == ["40", "120"]
     assert all(step["min"] > 0 for step in row["step_ms"].values())
-    assert report["contexts"] == [45, 125]
+    assert report["contexts"] == [61, 141]
     one, two = (step["median"] for step in row["step_ms"].values())
     assert row["slope_us_per_1k_tokens"] == pytest.approx(1e6 * (two - one) / 80)
-    assert row["intercept_ms"] == pytest.approx(one - 45 * (two - one) / 80)
+    assert row["intercept_ms"] == pytest.approx(one - 61 * (two - one) / 80)
     assert row["tokens_per_s"]["40"] == pytest.approx(2000 / one)
     assert "us/1k tokens" in printed
-    assert option(lent[0], "--num-blocks") == str(2 * (5 + 10)), "all prompts stay in the prefix cache"
+    assert option(lent[0], "--num-blocks") == str(2 * (7 + 12)), "all prompts stay in the prefix cache"
     assert report["too_noisy"] is None, "one format has nothing to be compared with"
 
 
@@ -252,7 +252,7 @@ def test_jitter_figures_are_those_of_their_definitions():
 
 
 def test_the_same_steps_are_measured_over_sockets_and_in_one_process(tiny_path, tmp_path, lent):
-    size = ("--concurrency", "3", "--max-new-tokens", "12", "--rounds", "2")
+    size = ("--concurrency", "3", "--max-new-tokens", "48", "--rounds", "2")
     report, printed = run("overhead", tiny_path, tmp_path, *size, plot=False)
     assert set(report["ms_per_step"]) == {"client", "stage", "run", "forward"}
     assert all(step["min"] > 0 for step in report["ms_per_step"].values())
