@@ -106,6 +106,11 @@ class Scene:
         self._until = None
         self._open.set()
 
+    @property
+    def held(self) -> bool:
+        """Whether somebody waits at the gate."""
+        return self._until is not None
+
     def _said(self) -> int:
         return sum(len(r.generated) for r in list(self.host.requests.values()) if len(r.prompt) == len(OTHER))
 
@@ -186,12 +191,13 @@ def answer_before_the_copy(engine: Engine, made: Scene) -> None:
 
 
 def step_while_it_is_copied(engine: Engine, made: Scene) -> None:
+    """From when the copy is made until its answer comes: steps before the copy would be part of it."""
     residency = engine.host.residency
     step = residency.step
 
     def stepping() -> Any:
         decided = step()
-        for entry in residency.entries.values():
+        for entry in residency.entries.values() if made.held else ():
             room = residency.ledger.held(entry.rid) * residency.block_size
             if entry.state is State.SWAPPING_OUT and entry.rid not in decided.moves.swap_out and room > entry.cached:
                 decided.rows.append(entry.rid)
