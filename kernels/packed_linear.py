@@ -77,7 +77,7 @@ class PackedLinear:
     ) -> None:
         factors = [part.float() for part in (scales, minima) if part is not None]
         _check(kind, codes, factors, bias, group)
-        by_tiles = tiles and kind != P_INT4_A8 and amx.available()
+        self._by_tiles = by_tiles = tiles and kind != P_INT4_A8 and amx.available()
         self.kind = (TILE_KINDS if by_tiles else KINDS)[kind]
         self._copy: Tensor | None = None
         if rounded:
@@ -130,8 +130,10 @@ class PackedLinear:
         if self._rounding_unit and rows > ROUND_ROWS:
             unit = self._rounding_unit
         elif self._number == P_INT4:
-            # By tiles, what belongs to no row is read as well: it must not be subnormal, which is slow.
-            sums = torch.zeros((self._groups, -(-rows // amx.ROWS) * amx.ROWS))
+            sums = torch.empty((rows, self._groups))
+            if self._by_tiles:
+                # What belongs to no row is read as well: it must not be subnormal, which is slow.
+                sums = torch.zeros((self._groups, -(-rows // amx.ROWS) * amx.ROWS))
             arguments = (x.data_ptr(), sums.data_ptr(), self._groups, rows)
             tasks.append(Task(self._units.sums, rows, arguments))
         elif self._number == P_INT4_A8:
@@ -174,6 +176,8 @@ def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None,
     dtype, count = ((torch.uint8, 2), (torch.int8, 1), (torch.bfloat16, 0), (torch.uint8, 2))[kind]
     if codes.dtype != dtype:
         raise ValueError(f"codes of {KINDS[kind]} must be {dtype}, not {codes.dtype}")
+    if not outputs:
+        raise ValueError("weights without rows")
     if group not in GROUPS or (factors and width % group):
         raise ValueError(f"group_size must be 32, 64, 128 or 256 and divide {width}, not {group}")
     if len(factors) != count or any(part.shape != (outputs, width // group) for part in factors):

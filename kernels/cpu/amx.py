@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 import platform
 from typing import Any
 
@@ -17,7 +19,9 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from deepinfer.kernels.cpu.vec16 import call, offset
+from deepinfer.kernels.cpu.vec16 import call, literal_values, offset
+
+log = logging.getLogger(__name__)
 
 ROWS = 16
 """Of a tile; and columns of sums."""
@@ -34,12 +38,16 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 @functools.cache
 def available() -> bool:
-    """Whether this processor has tiles for bf16 and the system lets this process use them."""
+    """Whether this processor has tiles for bf16 and the system lets this process use them. Logs it if it does not."""
     features = binding.get_host_cpu_features()
     if not (features.get("amx-tile") and features.get("amx-bf16")) or platform.system() != "Linux":
         return False
     system_call = ctypes.CDLL(None, use_errno=True).syscall
-    return system_call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    if system_call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        log.warning("the processor has AMX, but the system does not let this process use it (%s): slower", reason)
+        return False
+    return True
 
 
 def _place(builder: Any, address: Any) -> Any:
@@ -111,9 +119,10 @@ def let_go_of_tiles(_typing: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def stack_memory(_typing: Any, size: Any):  # type: ignore[no-untyped-def]
     """The address of `size` (a literal) bytes of this function's own, aligned to a cache line."""
-    if not isinstance(size, nt.IntegerLiteral):
+    literals = literal_values(size)
+    if literals is None:
         return None
-    number = size.literal_value
+    (number,) = literals
 
     def emit(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         with builder.goto_entry_block():  # numba's own `alloca_once` would fill it with zeros, byte by byte

@@ -31,6 +31,23 @@ def padded_rows(rows):  # type: ignore[no-untyped-def]
 
 
 @helper
+def operands(arguments):  # type: ignore[no-untyped-def]
+    """Of `PackedUnits.matmul`: x, w, bias, sums, y, rows, blocks, groups."""
+    return (
+        load_int(arguments), load_int(arguments + 8), load_int(arguments + 16), load_int(arguments + 24),
+        load_int(arguments + 32), load_int(arguments + 40), load_int(arguments + 48), load_int(arguments + 56),
+    )  # fmt: skip
+
+
+@helper
+def share_of(arguments, index, row_tile):  # type: ignore[no-untyped-def]
+    """What unit `index` of `PackedUnits.matmul` takes: rows from which one on, blocks from which one to which."""
+    num_blocks, share, units = load_int(arguments + 48), load_int(arguments + 64), load_int(arguments + 72)
+    first = index % units * share
+    return index // units * row_tile, first, min(first + share, num_blocks)
+
+
+@helper
 def tile_products(  # type: ignore[no-untyped-def]
     kind, group, wide, rounded, out, x, x_stride, num_rows, sums, sums_stride, w, record, groups, bias, y, y_stride,
 ):  # fmt: skip
@@ -60,78 +77,10 @@ def tile_products(  # type: ignore[no-untyped-def]
         for row in range(0, num_rows, ROWS):
             left, total = num_rows - row, totals + row * VECTOR_BYTES
             x_at, sums_at = x + row * x_stride + first * group * 2, sums + 4 * row + first * sums_stride
-            if left >= 16:
-                add_products(
-                    kind,
-                    group,
-                    wide,
-                    rounded,
-                    16,
-                    0,
-                    x_at,
-                    x_stride,
-                    sums_at,
-                    sums_stride,
-                    ready,
-                    records,
-                    count,
-                    total,
-                    work,
-                )
-            elif left > 8:
-                add_products(
-                    kind,
-                    group,
-                    wide,
-                    rounded,
-                    16,
-                    1,
-                    x_at,
-                    x_stride,
-                    sums_at,
-                    sums_stride,
-                    ready,
-                    records,
-                    count,
-                    total,
-                    work,
-                )
-            elif left > 4:
-                add_products(
-                    kind,
-                    group,
-                    wide,
-                    rounded,
-                    8,
-                    1,
-                    x_at,
-                    x_stride,
-                    sums_at,
-                    sums_stride,
-                    ready,
-                    records,
-                    count,
-                    total,
-                    work,
-                )
-            else:
-                add_products(
-                    kind,
-                    group,
-                    wide,
-                    rounded,
-                    4,
-                    1,
-                    x_at,
-                    x_stride,
-                    sums_at,
-                    sums_stride,
-                    ready,
-                    records,
-                    count,
-                    total,
-                    work,
-                )
+            add_products(
+                kind, group, wide, rounded, left, x_at, x_stride, sums_at, sums_stride, ready, records, count, total,
+                work,
+            )  # fmt: skip
     for row in range(num_rows):
         store_output(out, y + row * y_stride, load_f32(totals + row * VECTOR_BYTES))
 
@@ -146,14 +95,11 @@ def matmul_unit(kind: int, group: int, wide: bool, out_bf16: bool, rounded: bool
 
     @unit
     def matmul_by_tiles(arguments, index, worker):  # type: ignore[no-untyped-def]
-        x, w, bias = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
-        sums, y, num_rows = load_int(arguments + 24), load_int(arguments + 32), load_int(arguments + 40)
-        num_blocks, groups = load_int(arguments + 48), load_int(arguments + 56)
-        share, units = load_int(arguments + 64), load_int(arguments + 72)
-        row, first = index // units * MOST_ROWS, index % units * share
+        x, w, bias, sums, y, num_rows, num_blocks, groups = operands(arguments)
+        row, first, end = share_of(arguments, index, MOST_ROWS)
         x_stride, y_stride, rows = 2 * group * groups, block_bytes * num_blocks, min(num_rows - row, MOST_ROWS)
         set_up_tiles((rows - 1) % ROWS + 1)
-        for block in range(first, min(first + share, num_blocks)):
+        for block in range(first, end):
             tile_products(
                 kind, group, is_wide, is_rounded, out_number, x + row * x_stride, x_stride, rows, sums + 4 * row,
                 4 * padded_rows(num_rows), w + block * record * groups, record, groups, bias + 4 * BLOCK * block,

@@ -24,11 +24,22 @@ from deepinfer.kernels.cpu.packed_products import (
     P_BF16,
     SCALES,
     WITH_MINIMA,
-    literal_values,
     record_bytes,
     weight_pairs,
 )
-from deepinfer.kernels.cpu.vec16 import LANES, VF32, VI32, constant, fused, load, offset, shuffle, store, vec16
+from deepinfer.kernels.cpu.vec16 import (
+    LANES,
+    VF32,
+    VI32,
+    constant,
+    fused,
+    literal_values,
+    load,
+    offset,
+    shuffle,
+    store,
+    vec16,
+)
 
 
 def _times(builder: Any, value: Any, factor: int) -> Any:
@@ -85,73 +96,91 @@ def decode_tiles(_typing, kind, group, wide, rounded, records, groups, tiles):  
     return nt.void(kind, group, wide, rounded, nt.int64, nt.int64, nt.int64), emit
 
 
+_WHOLE, _REST = (amx.SUMS, amx.ROW_TILE), (amx.SUMS_OF_REST, amx.ROW_TILE_OF_REST)
+_VARIANTS = ((16, 16, _WHOLE), (9, 16, _REST), (5, 8, _REST), (1, 4, _REST))
+"""From so many rows on: how many are scaled, and by which tiles they are multiplied."""
+
+
 @intrinsic(prefer_literal=True)
 def add_products(  # type: ignore[no-untyped-def]
-    _typing, kind, group, wide, rounded, rows, rest, x, x_stride, sums, sums_stride, tiles, records, groups, totals,
-    work,
-):  # fmt: skip
-    """totals[r] += x[r] W^T over `groups` groups, for `rows` rows and sixteen outputs.
+    _typing, kind, group, wide, rounded, left, x, x_stride, sums, sums_stride, tiles, records, groups, totals, work
+):
+    """totals[r] += x[r] W^T over `groups` groups, for `left` rows, of which sixteen at most are taken, and sixteen
+    outputs.
 
-    kind, group, wide, rounded (the tiles are), rows and rest (1: by the tiles of the rest) are literals, the others
-    int64.
+    kind, group, wide and rounded (the tiles are) are literals, the others int64.
     x: bf16 rows of these groups, `x_stride` bytes apart. sums: of the rows of x in the first group, fp32 [16], those of
         the next one `sums_stride` bytes further.
-    tiles, records: of the groups. totals: fp32 [rows, 16]. work: memory of a tile.
+    tiles, records: of the groups. totals: fp32 [16, 16]. work: memory of a tile.
     """
-    literals = literal_values(kind, group, wide, rounded, rows, rest)
+    literals = literal_values(kind, group, wide, rounded)
     if literals is None:
         return None
-    number, width, is_wide, is_rounded, num_rows, is_rest = literals
-    chunks, whole = width // CHUNK, number == P_BF16 or is_rounded
-    registers = (amx.SUMS_OF_REST, amx.ROW_TILE_OF_REST) if is_rest else (amx.SUMS, amx.ROW_TILE)
+    number, width, is_wide, is_rounded = literals
+    chunks, unscaled = width // CHUNK, number == P_BF16 or is_rounded
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, x_stride, sums, sums_stride, tiles, records, groups, totals, work = args[6:]
+        left, x, x_stride, sums, sums_stride, tiles, records, groups, totals, work = args[4:]
         line = ir.Constant(x.type, VECTOR_BYTES)
-        slots = [cgutils.alloca_once(builder, VF32) for _ in range(num_rows)]
-        for r, slot in enumerate(slots):
-            builder.store(load(builder, offset(builder, totals, VECTOR_BYTES * r)), slot)
 
-        def multiply_group(index: Any) -> None:
+        def multiply_group(index: Any, registers: tuple[int, int]) -> None:
             for chunk in range(chunks):
                 number_of_chunk = offset(builder, _times(builder, index, chunks), chunk)
                 at = builder.add(x, _times(builder, number_of_chunk, 2 * CHUNK))
                 amx.load_tile(builder, registers[1], at, x_stride)
-                place = offset(builder, _times(builder, index, chunks * amx.TILE_BYTES), chunk * amx.TILE_BYTES)
-                amx.load_tile(builder, amx.COLUMN_TILE, builder.add(tiles, place), line)
+                place = builder.add(tiles, _times(builder, number_of_chunk, amx.TILE_BYTES))
+                amx.load_tile(builder, amx.COLUMN_TILE, place, line)
                 amx.multiply_tiles(builder, *registers, amx.COLUMN_TILE)
 
-        def take_sums(combine: Any) -> None:
-            amx.store_tile(builder, registers[0], work, line)
-            for r, slot in enumerate(slots):
-                product = load(builder, offset(builder, work, VECTOR_BYTES * r))
-                builder.store(combine(r, product, builder.load(slot)), slot)
+        def scaled(product: Any, total: Any, factors: list[Any], in_group: Any) -> Any:
+            if number in WITH_MINIMA:
+                total = fused(builder, load_scalar(builder, in_group), factors[1], total)
+            return fused(builder, product, factors[0], total)
 
-        if whole:
-            amx.zero_tile(builder, registers[0])
-        with cgutils.for_range(builder, groups) as loop:
-            if not whole:
+        def add_rows(num_rows: int, registers: tuple[int, int]) -> None:
+            places = [offset(builder, totals, VECTOR_BYTES * r) for r in range(num_rows)]
+            products = [offset(builder, work, VECTOR_BYTES * r) for r in range(num_rows)]
+            slots = [cgutils.alloca_once(builder, VF32) for _ in places]
+            for place, slot in zip(places, slots, strict=True):
+                builder.store(load(builder, place), slot)
+            if unscaled:
                 amx.zero_tile(builder, registers[0])
-            multiply_group(loop.index)
-            if not whole:
-                record = builder.add(records, _times(builder, loop.index, record_bytes(number, width, bool(is_wide))))
-                factors = _factors(builder, number, width, is_wide, record)
-                in_group = builder.add(sums, builder.mul(loop.index, sums_stride))
+            with cgutils.for_range(builder, groups) as loop:
+                if not unscaled:
+                    amx.zero_tile(builder, registers[0])
+                multiply_group(loop.index, registers)
+                if not unscaled:
+                    amx.store_tile(builder, registers[0], work, line)
+                    size = record_bytes(number, width, bool(is_wide))
+                    record = builder.add(records, _times(builder, loop.index, size))
+                    factors = _factors(builder, number, width, is_wide, record)
+                    in_group = builder.add(sums, builder.mul(loop.index, sums_stride))
+                    for r, (slot, product) in enumerate(zip(slots, products, strict=True)):
+                        place = offset(builder, in_group, 4 * r)
+                        builder.store(scaled(load(builder, product), builder.load(slot), factors, place), slot)
+            if unscaled:
+                amx.store_tile(builder, registers[0], work, line)
+                for slot, product in zip(slots, products, strict=True):
+                    builder.store(builder.fadd(load(builder, product), builder.load(slot)), slot)
+            for place, slot in zip(places, slots, strict=True):
+                store(builder, place, builder.load(slot))
 
-                def scaled(r: int, product: Any, total: Any) -> Any:
-                    if number in WITH_MINIMA:
-                        summed = load_scalar(builder, offset(builder, in_group, 4 * r))
-                        total = fused(builder, summed, factors[1], total)
-                    return fused(builder, product, factors[0], total)
+        def choose(first: int) -> None:
+            least, num_rows, registers = _VARIANTS[first]
+            if first + 1 == len(_VARIANTS):
+                add_rows(num_rows, registers)
+                return
+            enough = builder.icmp_signed(">=", left, ir.Constant(left.type, least))
+            with builder.if_else(enough) as (these, fewer):
+                with these:
+                    add_rows(num_rows, registers)
+                with fewer:
+                    choose(first + 1)
 
-                take_sums(scaled)
-        if whole:
-            take_sums(lambda _, product, total: builder.fadd(product, total))
-        for r, slot in enumerate(slots):
-            store(builder, offset(builder, totals, VECTOR_BYTES * r), builder.load(slot))
+        choose(0)
         return context.get_dummy_value()
 
-    return nt.void(kind, group, wide, rounded, rows, rest, *[nt.int64] * 9), emit
+    return nt.void(kind, group, wide, rounded, *[nt.int64] * 10), emit
 
 
 @intrinsic(prefer_literal=True)

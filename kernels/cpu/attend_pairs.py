@@ -132,11 +132,17 @@ def _load_scales(scales, layer, table, head, first, count, target):  # type: ign
 
 
 @helper
-def prefetch_first(k_bytes, v_bytes, head_dim, layer, table, head, position):  # type: ignore[no-untyped-def]
-    """Ask for what `attend_pairs` reads before its own prefetching is ahead of it."""
+def first_seen(layer, position):  # type: ignore[no-untyped-def]
+    """The first token of the first tile that a row at a position sees."""
     window = layer[plan.WINDOW]
     start = max(0, position - window + 1) if window > 0 else 0
-    start -= start % TILE
+    return start - start % TILE
+
+
+@helper
+def prefetch_first(k_bytes, v_bytes, head_dim, layer, table, head, position):  # type: ignore[no-untyped-def]
+    """Ask for what `attend_pairs` reads before its own prefetching is ahead of it."""
+    start = first_seen(layer, position)
     end = min(start + _AHEAD, position)
     prefetch_tokens(layer[plan.K_ADDRESS], head_dim * k_bytes, layer, table, head, start, end)
     prefetch_tokens(layer[plan.V_ADDRESS], head_dim * v_bytes, layer, table, head, start, end)
@@ -208,14 +214,6 @@ def _take_queries(head_dim, record, records, group, head, first, end, queries, r
             mine = records + ((row - first) * group + member) * record.length
             query = queries + 4 * (row * row_floats + (head * group + member) * head_dim)
             _copy_row(query, mine + record.query, 2 * head_dim)
-
-
-@helper
-def first_seen(layer, position):  # type: ignore[no-untyped-def]
-    """The first token of the first tile that a row at a position sees."""
-    window = layer[plan.WINDOW]
-    start = max(0, position - window + 1) if window > 0 else 0
-    return start - start % TILE
 
 
 @helper
@@ -335,7 +333,7 @@ def attend_segment(  # type: ignore[no-untyped-def]
 
 @helper
 def fold_segments(  # type: ignore[no-untyped-def]
-    act_codec, act_bytes, head_dim, record, layer, position, row, head, states, segments, out, scratch,
+    act_codec, act_bytes, head_dim, record, layer, position, row, head, states, out, scratch,
 ):  # fmt: skip
     """The output of a row and KV head, from the states [segments, query heads of it] that `attend_segment` left."""
     literally(act_codec)

@@ -36,6 +36,7 @@ from deepinfer.kernels.cpu.vec16 import (
     call,
     constant,
     fused,
+    literal_values,
     load,
     offset,
     shuffle,
@@ -113,16 +114,11 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _literals(*kinds: Any) -> list[int] | None:
-    literal = all(isinstance(kind, nt.IntegerLiteral) for kind in kinds)
-    return [kind.literal_value for kind in kinds] if literal else None
-
-
 @intrinsic(prefer_literal=True)
 def key_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  # type: ignore[no-untyped-def]
     """The keys of sixteen tokens, rows of `dim` codes at `source`, to pairs at `target`: the address of their half in
     a tile. `codec` is a literal of `CODES`, `dim` one that `CHUNK` divides."""
-    literals = _literals(codec, dim)
+    literals = literal_values(codec, dim)
     if literals is None:
         return None
     number, head_dim = literals
@@ -152,7 +148,7 @@ def key_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  # 
 @intrinsic(prefer_literal=True)
 def value_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  # type: ignore[no-untyped-def]
     """The values of sixteen tokens, rows of `dim` codes at `source`, to pairs at `target`. As `key_pairs`."""
-    literals = _literals(codec, dim)
+    literals = literal_values(codec, dim)
     if literals is None:
         return None
     number, head_dim = literals
@@ -211,7 +207,7 @@ def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, ind
     count, dim: literals. keys: the tile. Rows beyond `last` are that row again. A count of `MATRIX_ROWS` means by
     matrix tiles, which `set_up_rows` has set up for the rows that there are.
     """
-    literals = _literals(count, dim)
+    literals = literal_values(count, dim)
     if literals is None:
         return None
     num_rows, head_dim = literals
@@ -256,7 +252,7 @@ def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, ind
 def set_up_rows(_typing: Any, count: Any, rest: Any):  # type: ignore[no-untyped-def]
     """Before rows are multiplied `count` (a literal) together: where that is by matrix tiles, for a last tile of `rest`
     rows."""
-    literals = _literals(count)
+    literals = literal_values(count)
     if literals is None:
         return None
 
@@ -271,7 +267,7 @@ def set_up_rows(_typing: Any, count: Any, rest: Any):  # type: ignore[no-untyped
 @intrinsic(prefer_literal=True)
 def let_go_of_rows(_typing: Any, count: Any):  # type: ignore[no-untyped-def]
     """After the last product of rows, `count` (a literal) together."""
-    literals = _literals(count)
+    literals = literal_values(count)
     if literals is None:
         return None
 
@@ -364,7 +360,7 @@ def store_pairs(_typing: Any, address: Any, low: Any, high: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def pair_accumulate(_typing: Any, count: Any, dim: Any, values: Any, records: Any, index: Any, last: Any):  # type: ignore[no-untyped-def]
     """accumulator = accumulator * decay + weights . values for `count` rows from `index` on. As `pair_scores`."""
-    literals = _literals(count, dim)
+    literals = literal_values(count, dim)
     if literals is None:
         return None
     num_rows, head_dim = literals

@@ -10,6 +10,7 @@ from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
 from deepinfer.kernels.cpu import amx_matmul
+from deepinfer.kernels.cpu.amx_matmul import operands, share_of
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import (
@@ -113,13 +114,10 @@ def _dots_unit(kind: int, group: int, wide: bool, out_bf16: bool) -> int:
 
     @unit
     def matmul(arguments, index, worker):  # type: ignore[no-untyped-def]
-        x, w, bias = load_int(arguments), load_int(arguments + 8), load_int(arguments + 16)
-        sums, y, num_rows = load_int(arguments + 24), load_int(arguments + 32), load_int(arguments + 40)
-        num_blocks, groups = load_int(arguments + 48), load_int(arguments + 56)
-        share, units = load_int(arguments + 64), load_int(arguments + 72)
-        row, first = index // units * ROW_TILE, index % units * share
+        x, w, bias, sums, y, num_rows, num_blocks, groups = operands(arguments)
+        row, first, end = share_of(arguments, index, ROW_TILE)
         x_stride, sums_stride, y_stride = x_bytes * group * groups, 4 * factors * groups, block_bytes * num_blocks
-        for block in range(first, min(first + share, num_blocks)):
+        for block in range(first, end):
             tile(
                 kind, group, is_wide, out_number, x + row * x_stride, x_stride, min(num_rows - row, ROW_TILE),
                 sums + row * sums_stride, sums_stride, w + block * record * groups, groups, bias + 4 * BLOCK * block,

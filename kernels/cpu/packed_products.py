@@ -49,6 +49,7 @@ from deepinfer.kernels.cpu.vec16 import (
     fold_max,
     fold_sum,
     fused,
+    literal_values,
     load,
     offset,
     shuffle,
@@ -104,11 +105,6 @@ def weight_pairs(builder: Any, kind: int, place: Any) -> list[Any]:
     if kind == P_INT4:
         return _int4_pairs(builder, place)
     return _int8_pairs(builder, place) if kind == P_INT8 else [load_pairs(builder, place)]
-
-
-def literal_values(*kinds: Any) -> list[int] | None:
-    literal = all(isinstance(kind, nt.IntegerLiteral) for kind in kinds)
-    return [kind.literal_value for kind in kinds] if literal else None
 
 
 def _plus(builder: Any, base: Any, index: Any, step: int) -> Any:

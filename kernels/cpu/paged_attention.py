@@ -82,7 +82,7 @@ class NumbaAttention(EncoderCounts):
         pairs = sum(
             multiplies_pairs(layout.k, layout.v, BF16, spec.head_dim, biased, spec.soft_cap) for biased in self._biased
         )
-        self._by_tiles = amx.available()
+        self._any_pairs, self._by_tiles = pairs > 0, amx.available()
         by = " by AMX" if self._by_tiles else ""
         where = "" if pairs == spec.num_layers else f" in {pairs} of {spec.num_layers} layers"
         self.name = "numba fused paged" + (f", bf16 products{by} for bf16 activations{where}" if pairs else "")
@@ -158,7 +158,10 @@ class NumbaAttention(EncoderCounts):
 
     def segments(self, batch: AttentionBatch) -> int:
         """Into how many segments the contexts of a decode step are split between threads: a power of two that is enough
-        for the longest one; 0 where there are rows and heads enough for all threads, or contexts are short."""
+        for the longest one; 0 where there are rows and heads enough for all threads, contexts are short, or attention
+        is not by bf16 products."""
+        if not self._any_pairs:
+            return 0
         rows, longest = batch.num_rows, int(batch.positions.max(initial=0))
         few = rows * self._spec.num_kv_heads < _UNITS_OF_WORKER * numba.get_num_threads()
         if not few or longest < _SPLIT_FROM or len(batch.block_tables) != rows:

@@ -276,7 +276,7 @@ def attention_units(
         _, _, _, _, out, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)
         fold_segments(
             act_codec, act_bytes, head_dim, record, layer, position, row, head,
-            states + 64 + index * segments * group * record.decay, segments, out, scratch,
+            states + 64 + index * segments * group * record.decay, out, scratch,
         )  # fmt: skip
 
     return AttentionUnits(write.address, attend.address, decode.address, segment.address, fold.address)

@@ -73,7 +73,7 @@ class StepPrograms:
     @property
     def captured(self) -> list[tuple[int, int]]:
         """(rows, most blocks of a context) of every program."""
-        return [(rows, self.table_width) for rows, _ in sorted(self._steps)]
+        return [(rows, self.table_width) for rows in sorted({rows for rows, _ in self._steps})]
 
     @property
     def in_use(self) -> bool:

@@ -40,6 +40,12 @@ class Vec16Model(models.PrimitiveModel):
         super().__init__(dmm, fe_type, VF32)
 
 
+def literal_values(*kinds: Any) -> list[int] | None:
+    """Of the arguments of an intrinsic that must be literals; None where one is not, and numba asks again."""
+    literal = all(isinstance(kind, nt.IntegerLiteral) for kind in kinds)
+    return [kind.literal_value for kind in kinds] if literal else None
+
+
 def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
     """Call the LLVM intrinsic `name`."""
     kind = ir.FunctionType(result, [arg.type for arg in args])

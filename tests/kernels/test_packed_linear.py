@@ -1,5 +1,7 @@
 """Matmuls over packed weights: exact but for the rounding of y, and rows that do not depend on the batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -257,6 +259,16 @@ def test_matrix_tiles_differ_from_dot_products_in_the_order_of_sums_only():
     assert torch.allclose(by_tiles(x), by_dots(x), rtol=1e-5, atol=1e-6 * float(by_dots(x).abs().max()))
 
 
+@pytest.mark.parametrize(("answer", "granted"), [(0, True), (-1, False)])
+def test_tiles_that_the_system_does_not_grant_are_not_used_and_the_log_says_so(monkeypatch, caplog, answer, granted):
+    kernel = SimpleNamespace(syscall=lambda *_: answer)
+    monkeypatch.setattr(amx.binding, "get_host_cpu_features", lambda: {"amx-tile": True, "amx-bf16": True})
+    monkeypatch.setattr(amx.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(amx.ctypes, "CDLL", lambda *_, **__: kernel)
+    assert amx.available.__wrapped__() == granted
+    assert ("the system does not let this process use it" in caplog.text) != granted
+
+
 def test_without_matrix_tiles_dot_products_take_every_row(monkeypatch):
     monkeypatch.setattr(amx, "available", lambda: False)
     if not packed_linear.available():
@@ -303,6 +315,7 @@ def test_activations_are_rounded_only_where_that_is_asked_for_and_possible(monke
         (P_INT4, torch.zeros(32, 64, dtype=torch.uint8), [torch.zeros(32, 2)], r"must be 2 of \(32, 2\)"),
         (P_INT8, torch.zeros(32, 64, dtype=torch.int8), [torch.zeros(32, 1)], r"not \[\(32, 1\)\]"),
         (P_BF16, torch.zeros(32, 64), [], "must be torch.bfloat16"),
+        (P_BF16, torch.zeros(0, 64, dtype=torch.bfloat16), [], "weights without rows"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(kind, codes, factors, message):

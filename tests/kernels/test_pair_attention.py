@@ -152,6 +152,9 @@ def test_only_long_contexts_of_few_rows_are_shared_by_threads():
     assert segments(2 * threads - 1, 2099) == 8
     assert segments(2 * threads, 2099) == 0
     assert attention.segments(AttentionBatch([2098, 2099], [0, 0], [[0]], [0, 2])) == 0
+    in_fp32 = pair_case("fp16", heads=(6, 2), lengths=(2100,))
+    one = AttentionBatch([2099], [0], [[0]], [0, 1])
+    assert in_fp32.attention("numba", in_fp32.pool()).segments(one) == 0
 
 
 @pytest.mark.parametrize(("fmt", "window"), [("int8", 0), ("fp8_e4m3/fp8_e5m2", 600)])
