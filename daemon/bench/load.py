@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -25,6 +25,8 @@ from deepinfer.clients.keys import use_keys
 from deepinfer.clients.wire import pack_request, unpack_event
 from deepinfer.daemon.commands import stop_daemon
 from deepinfer.stages.decode import SNAPSHOT_SECONDS
+
+Measured = TypeVar("Measured")
 
 SILENCE_SECONDS = 60.0
 """Without an event of any stream, after which the daemon is asked whether it is still there."""
@@ -124,15 +126,34 @@ def while_all_decode(arrivals: Sequence[Sequence[float]]) -> tuple[int, float]:
     return sum(begin < moment <= end for times in arrivals for moment in times), end - begin
 
 
+class NeverTogether(click.ClickException):
+    """One stream of a run ended before another one had begun, so that there is nothing to measure."""
+
+    def __init__(self, streams: int) -> None:
+        super().__init__(f"the first of {streams} streams ended before the last one began; use more new tokens")
+
+
 def step_together(seen: Sequence[Seen]) -> float:
     """Mean seconds of a decode step over all streams while every one of them decodes. A mean, because a client that was
-    put aside reads several steps at once. Raises click.ClickException where they never decoded together."""
+    put aside reads several steps at once. Raises NeverTogether."""
     tokens, seconds = while_all_decode([one.tokens for one in seen])
     if tokens < len(seen):
-        raise click.ClickException(
-            f"the first of {len(seen)} streams ended before the last one began; use more --max-new-tokens"
-        )
+        raise NeverTogether(len(seen))
     return seconds * len(seen) / tokens
+
+
+TRIES = 5
+
+
+def until_together(measure: Callable[[], Measured]) -> Measured:
+    """What `measure` returns. Where its streams never decoded together, because the machine put this client or the
+    daemon aside meanwhile, it is called again, and that is said; raises NeverTogether where it was so TRIES times."""
+    for number in range(1, TRIES):
+        try:
+            return measure()
+        except NeverTogether:
+            click.echo(f"the streams never decoded together; measured again ({number})", err=True)
+    return measure()
 
 
 def settled_counters(client: Client) -> dict[str, float]:

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,14 @@ from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts, served_sha256
 from deepinfer.daemon.bench.goals import Goal
 from deepinfer.daemon.bench.in_process import InProcess
-from deepinfer.daemon.bench.load import Streams, random_prompt, settled_counters, started_daemon, step_together
+from deepinfer.daemon.bench.load import (
+    Streams,
+    random_prompt,
+    settled_counters,
+    started_daemon,
+    step_together,
+    until_together,
+)
 from deepinfer.daemon.bench.overhead_config import OverheadBench
 from deepinfer.daemon.bench.results import write_json
 from deepinfer.daemon.bench.rounds import Spread, noise, print_noise, ratio_line, ratio_of, spread_of
@@ -71,7 +79,7 @@ def _measure(bench: OverheadBench, client: Client, host: EngineHost) -> dict[str
     cpu: list[dict[str, float]] = []
     for number in range(bench.rounds + 1):
         click.echo(f"round {number} of {bench.rounds}" if number else "first steps", err=True)
-        sockets = _over_sockets(bench, client, status, prompts)
+        sockets = until_together(partial(_over_sockets, bench, client, status, prompts))
         steps = alone.decode(prompts, bench.new_tokens, bench.concurrency)
         if number:
             cpu.append(sockets.cpu)

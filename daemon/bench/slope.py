@@ -18,7 +18,7 @@ import click
 from deepinfer.clients import Client
 from deepinfer.daemon.bench.conditions import conditions, engine_facts, served_sha256
 from deepinfer.daemon.bench.lines import Line, in_words, least_squares, wins
-from deepinfer.daemon.bench.load import Streams, random_prompt, started_daemon, step_together
+from deepinfer.daemon.bench.load import Streams, random_prompt, started_daemon, step_together, until_together
 from deepinfer.daemon.bench.results import check_plot, save_figure, write_json
 from deepinfer.daemon.bench.rounds import Spread, noise, print_noise, ratio_line, ratio_of, spread_of
 from deepinfer.daemon.bench.slope_config import SlopeBench
@@ -92,11 +92,14 @@ def _check_lengths(bench: SlopeBench, statuses: Mapping[str, Mapping[str, Any]])
 
 
 def _step_seconds(client: Client, bench: SlopeBench, length: int, vocab_size: int) -> float:
-    with Streams(client) as streams:
-        for number in range(bench.concurrency):
-            streams.send(random_prompt(length, length * 97 + number, vocab_size), bench.new_tokens)
-        streams.until_all_done()
-    return step_together(streams.seen)
+    def measured() -> float:
+        with Streams(client) as streams:
+            for number in range(bench.concurrency):
+                streams.send(random_prompt(length, length * 97 + number, vocab_size), bench.new_tokens)
+            streams.until_all_done()
+        return step_together(streams.seen)
+
+    return until_together(measured)
 
 
 def _ratios(bench: SlopeBench, steps: Steps, at: list[float]) -> dict[str, Spread]:

@@ -12,9 +12,10 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from deepinfer.daemon.bench.load import TRIES, NeverTogether
 from deepinfer.daemon.bench.peers import report
 from deepinfer.daemon.bench.peers.config import Arm, PeersBench, pythons_of
-from deepinfer.daemon.bench.peers.measure import OURS, Member, measure, rate_of
+from deepinfer.daemon.bench.peers.measure import OURS, WARM_TOKENS, Member, measure, rate_of
 from deepinfer.daemon.bench.peers.process import PeerFailed, PeerProcess, Run
 from deepinfer.daemon.bench.peers.roster import Peer, start_peer
 from deepinfer.daemon.bench.rounds import noise, spread_of
@@ -117,10 +118,30 @@ def test_whoever_dies_in_the_middle_is_named_with_the_place_and_the_others_go_on
     assert set(measured.rates[PREFILL.name]["lives"]) == {16.0}
 
 
+@pytest.mark.parametrize(("apart", "failed"), [(1, False), (TRIES - 1, False), (TRIES, True)])
+def test_streams_that_never_decoded_together_are_measured_again_until_it_is_clear_that_they_never_will(apart, failed):
+    class Late(Canned):
+        decoded = 0
+
+        def run(self, prompts, new_tokens):
+            run = super().run(prompts, new_tokens)
+            if len(prompts) == 1 or new_tokens == WARM_TOKENS:
+                return run
+            self.decoded += 1
+            late = [moment + 1000 for moment in run.arrivals[0]]
+            return Run([run.arrivals[0], late], run.first) if self.decoded <= apart else run
+
+    bench = PeersBench(concurrency="2", contexts="4", prefill="8", rounds=1, threads=1)
+    measured = measure(bench, {OURS: Member(late := Late(), True)}, 264, lambda line: None)
+    assert late.decoded == min(apart + 1, TRIES)
+    assert measured.rates[DECODE.name][OURS] == ([] if failed else [2.0])
+    assert (DECODE.name in measured.failed.get(OURS, "")) == failed
+
+
 def test_decoding_counts_only_while_every_stream_decodes():
     arrivals = [[1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 6.0, 7.0]]
     assert rate_of(DECODE, Run(arrivals, [0, 0])) == pytest.approx(4 / 2)
-    with pytest.raises(PeerFailed, match="new_tokens is too small"):
+    with pytest.raises(NeverTogether, match="use more new tokens"):
         rate_of(DECODE, Run([[1.0, 2.0], [3.0, 4.0]], [0, 0]))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from deepinfer.clients import Client
-from deepinfer.daemon.bench.load import Streams, random_prompt, while_all_decode
+from deepinfer.daemon.bench.load import NeverTogether, Streams, random_prompt, until_together, while_all_decode
 from deepinfer.daemon.bench.peers.config import Arm, PeersBench
 from deepinfer.daemon.bench.peers.process import PeerFailed, Run
 
@@ -68,8 +68,8 @@ def measure(
     def attempt(name: str, arm: Arm, new_tokens: int, use: Callable[[str, Arm, Run], None]) -> None:
         prompts = [random_prompt(arm.context, number, vocab_size) for number in range(arm.streams)]
         try:
-            use(name, arm, living[name].engine.run(prompts, new_tokens))
-        except PeerFailed as error:
+            until_together(lambda: use(name, arm, living[name].engine.run(prompts, new_tokens)))
+        except (PeerFailed, NeverTogether) as error:
             failed[name] = f"{arm.name}: {error}"
             say(f"{name} failed in {arm.name}: {error}")
             del living[name]
@@ -101,12 +101,12 @@ def _warm_arms(arms: Sequence[Arm]) -> list[Arm]:
 
 def rate_of(arm: Arm, run: Run) -> float:
     """Prefill: prompt tokens over the time to the first token. Decode: tokens per second over all streams while every
-    one of them decodes. Raises PeerFailed if that was never so."""
+    one of them decodes. Raises PeerFailed where a stream is empty, NeverTogether."""
     if not all(run.arrivals):
         raise PeerFailed(f"{arm.name}: a stream ended without a token")
     if arm.kind == "prefill":
         return arm.context / run.arrivals[0][0]
     tokens, seconds = while_all_decode(run.arrivals)
     if not seconds:
-        raise PeerFailed(f"{arm.name}: one stream ended before the last one had begun; new_tokens is too small")
+        raise NeverTogether(len(run.arrivals))
     return tokens / seconds
