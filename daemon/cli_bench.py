@@ -88,6 +88,25 @@ def kernels(device: str, threads: int, rounds: int, output: Path | None) -> None
     run_bench_kernels(device, rounds, threads, output)
 
 
+@bench.command()
+@click.option(
+    "--model", "models", multiple=True, help="A path or an alias; may be given again. [default: random files]"
+)
+@click.option("--threads", type=int, default=lambda: len(os.sched_getaffinity(0)), help="[default: all cores]")
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write everything as JSON.")
+def loading(models: tuple[str, ...], threads: int, rounds: int, output: Path | None) -> None:
+    """How long files take to become weights, beside a plain read of them: of these models, or of random weights in
+    every type of GGUF files."""
+    from deepinfer.kernels.openmp import limit_spinning
+
+    limit_spinning()
+    from deepinfer.daemon.bench.loading import run_loading_bench
+    from deepinfer.stages.model import resolve_model
+
+    run_loading_bench([resolve_model(model) for model in models], rounds, threads, output)
+
+
 @contextmanager
 def config_errors() -> Iterator[None]:
     """A setting that cannot work is a sentence and exit code 78."""

@@ -22,6 +22,7 @@ from deepinfer.kernels.graphs import Graph, StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
 from deepinfer.kernels.packed_linear import PackedLinear
+from deepinfer.kernels.stored_rows import StoredRows
 from deepinfer.kernels.streams import AtOnce, Stream
 
 
@@ -95,6 +96,23 @@ class Ops(Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
         """`bf16_prefill`: many rows meet weights rounded to bf16, unless `batch_invariant`."""
+        ...
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether there is `rows`, for bf16 compute."""
+        ...
+
+    def rows(
+        self,
+        rows: StoredRows,
+        bias: Tensor | None,
+        batch_invariant: bool,
+        bf16_prefill: bool,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """Of weights as files hold them: as `dense`, `w8a16` or `w4a16` by their `bits`. It may not be called before
+        `packing.gathered` has ended."""
         ...
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:
@@ -190,6 +208,22 @@ class CpuOps:
             rounded = bf16_prefill and not batch_invariant and self._w4_kind == P_INT4
             return PackedLinear(self._w4_kind, codes, scales, minima, bias, group_size, out, rounded)
         return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_prefill, out_dtype)
+
+    @property
+    def packs_rows(self) -> bool:
+        return packed_linear.available()
+
+    def rows(
+        self,
+        rows: StoredRows,
+        bias: Tensor | None,
+        batch_invariant: bool,
+        bf16_prefill: bool,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        kind = {4: self._w4_kind, 8: P_INT8, 16: P_BF16}[rows.bits]
+        rounded = kind == P_INT4 and bf16_prefill and not batch_invariant
+        return PackedLinear(kind, rows, bias=bias, out_dtype=out_dtype or torch.bfloat16, rounded=rounded)
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:
         return ReorderedLinear(linear, order, take_columns)

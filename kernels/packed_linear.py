@@ -24,6 +24,8 @@ from deepinfer.kernels.cpu.packed_products import (
 from deepinfer.kernels.cpu.repack import fit_half, pack_records
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
 from deepinfer.kernels.linear import dequantise
+from deepinfer.kernels.packing import pack_rows
+from deepinfer.kernels.stored_rows import StoredRows
 
 KINDS = {
     P_INT4: "w4a16 bf16 dot",
@@ -53,7 +55,8 @@ class PackedLinear:
 
     Args:
         kind: P_INT4, P_INT8, P_BF16 or P_INT4_A8 of `cpu.packed_products`.
-        codes: [M, K], uint8 0 .. 15, int8, or bf16. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
+        codes: [M, K], uint8 0 .. 15, int8, or bf16; or rows of files, with their scales and minima, which are packed
+            before `packing.gathered` ends. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
         bias: [M] or None. group: k that share a scale; 32, 64, 128 or 256.
         out_dtype: of y, bf16 or fp32.
         rounded: more than `COPY_ROWS` rows (by tiles `ROUND_ROWS`) meet 4-bit weights rounded to bf16, and are not
@@ -66,7 +69,7 @@ class PackedLinear:
     def __init__(
         self,
         kind: int,
-        codes: Tensor,
+        codes: Tensor | StoredRows,
         scales: Tensor | None = None,
         minima: Tensor | None = None,
         bias: Tensor | None = None,
@@ -75,33 +78,47 @@ class PackedLinear:
         rounded: bool = False,
         tiles: bool = True,
     ) -> None:
-        factors = [part.float() for part in (scales, minima) if part is not None]
-        _check(kind, codes, factors, bias, group)
+        if bias is not None and bias.shape != codes.shape[:1]:
+            raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
         self._by_tiles = by_tiles = tiles and kind != P_INT4_A8 and amx.available()
         self.kind = (TILE_KINDS if by_tiles else KINDS)[kind]
-        self._copy: Tensor | None = None
+        self._outputs, self._width = codes.shape
+        self._out_dtype, self._rounded = out_dtype, rounded
+        self._number, self._group = kind, group
+        self._row_tile = MOST_ROWS if by_tiles else ROW_TILE
+        self._blocks, self._groups = -(-self._outputs // BLOCK), -(-self._width // group)
+        self._padded_width = self._groups * group
         if rounded:
             self.kind += " + rounded to bf16" if by_tiles else " + bf16 copy"
-        if rounded and not by_tiles:
-            self._copy = dequantise(codes, factors[0], factors[1], group).bfloat16()
-        self._outputs, self._width = codes.shape
-        self._out_dtype = out_dtype
-        codes, factors = codes.contiguous(), [part.contiguous() for part in factors]
-        addresses = [part.data_ptr() for part in factors]
-        wide = not all(fit_half(part.data_ptr(), part.numel()) for part in factors)
-        self._blocks, self._groups = -(-self._outputs // BLOCK), -(-self._width // group)
-        self._records = torch.empty((self._blocks, self._groups, record_bytes(kind, group, wide)), dtype=torch.uint8)
-        pack_records(kind, group, wide, codes.data_ptr(), addresses, self._records.data_ptr(), *codes.shape)
+        copies = rounded and not by_tiles
+        self._copy: Tensor | None = None
+        if isinstance(codes, StoredRows):
+            if group != CHUNK:
+                raise ValueError(f"rows of files are packed in groups of {CHUNK}, not {group}")
+            self._copy = codes.dense(torch.bfloat16) if copies else None
+            pack_rows(codes, kind, self._take)
+        else:
+            factors = [part.float().contiguous() for part in (scales, minima) if part is not None]
+            _check(kind, codes, factors, group)
+            self._copy = dequantise(codes, factors[0], factors[1], group).bfloat16() if copies else None
+            codes = codes.contiguous()
+            addresses = [part.data_ptr() for part in factors]
+            wide = not all(fit_half(part.data_ptr(), part.numel()) for part in factors)
+            records = torch.empty((self._blocks, self._groups, record_bytes(kind, group, wide)), dtype=torch.uint8)
+            pack_records(kind, group, wide, codes.data_ptr(), addresses, records.data_ptr(), *codes.shape)
+            self._take(records, wide)
         self._bias = torch.zeros(self._blocks * BLOCK)
         if bias is not None:
             self._bias[: self._outputs] = bias
-        self._padded_width = self._groups * group
-        self._number, self._group, self._wide = kind, group, wide
-        self._row_tile = MOST_ROWS if by_tiles else ROW_TILE
-        self._units = packed_units(kind, group, wide, out_dtype == torch.bfloat16, by_tiles)
+
+    def _take(self, records: Tensor, wide: bool) -> None:
+        """The weights in their order, and the kernels that read them so."""
+        self._records, self._wide = records, wide
+        is_bf16 = self._out_dtype == torch.bfloat16
+        self._units = packed_units(self._number, self._group, wide, is_bf16, self._by_tiles)
         self._rounding_unit = 0
-        if rounded and by_tiles:
-            self._rounding_unit = matmul_unit(kind, group, wide, out_dtype == torch.bfloat16, True)
+        if self._rounded and self._by_tiles:
+            self._rounding_unit = matmul_unit(self._number, self._group, wide, is_bf16, True)
 
     @property
     def weight_bytes(self) -> int:
@@ -171,7 +188,7 @@ def _without_padding(y: Tensor, outputs: int) -> Tensor:
     return kept
 
 
-def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None, group: int) -> None:
+def _check(kind: int, codes: Tensor, factors: list[Tensor], group: int) -> None:
     outputs, width = codes.shape
     dtype, count = ((torch.uint8, 2), (torch.int8, 1), (torch.bfloat16, 0), (torch.uint8, 2))[kind]
     if codes.dtype != dtype:
@@ -185,5 +202,3 @@ def _check(kind: int, codes: Tensor, factors: list[Tensor], bias: Tensor | None,
         raise ValueError(
             f"scales and minima of {KINDS[kind]} must be {count} of {(outputs, width // group)}, not {shapes}"
         )
-    if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepinfer.clients import Client
+from deepinfer.stages.model.gguf_names import part_names
 
 
 def conditions() -> dict[str, Any]:
@@ -51,14 +52,18 @@ def cpu_name() -> str:
 def model_sha256(path: Path) -> str:
     """SHA-256 of the file, or of all weight files of the folder, by name."""
     digest = hashlib.sha256()
-    for file in _weight_files(path):
+    for file in weight_files(path):
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
 
 
-def _weight_files(path: Path) -> Iterator[Path]:
-    yield from [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+def weight_files(path: Path) -> Iterator[Path]:
+    """The file, with the other parts of a split one, or all weight files of the folder, by name."""
+    if path.is_file():
+        yield from (path.with_name(name) for name in part_names(path.name) or [path.name])
+    else:
+        yield from sorted(path.glob("*.safetensors"))
 
 
 def served_sha256(client: Client, status: Mapping[str, Any]) -> str | None:

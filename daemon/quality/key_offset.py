@@ -12,6 +12,7 @@ import dataclasses
 import torch
 
 from deepinfer.daemon.setting import ConfigError
+from deepinfer.kernels.stored_rows import StoredRows
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import ModelConfig, parameter_shapes
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -59,6 +60,9 @@ class _OffsetSource:
 
     def read(self, name: str) -> torch.Tensor:
         return self._biases[name] if name in self._biases else self._source.read(name)
+
+    def rows(self, name: str) -> StoredRows | None:
+        return None if name in self._biases else self._source.rows(name)
 
     def read_int4(self, name: str) -> Int4Groups | None:
         return None if name in self._biases else self._source.read_int4(name)

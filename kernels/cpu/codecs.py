@@ -56,8 +56,7 @@ def _encode(builder: Any, number: int, value: Any) -> Any:
     if number == FP16.number:
         return builder.fptrunc(value, VHALF)
     if number == BF16.number:
-        rounded = _round_bits(builder, builder.bitcast(value, VI32), 16)
-        narrow = builder.trunc(builder.lshr(rounded, constant(16, VI32)), VI16)
+        narrow = round_bf16(builder, value)
         return builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC0, VI16), narrow)
     if number == INT8.number:
         whole = call(builder, "llvm.rint.v16f32", VF32, value)
@@ -65,6 +64,12 @@ def _encode(builder: Any, number: int, value: Any) -> Any:
     if number == FP8_E4M3.number:
         return _encode_fp8(builder, value, mantissa_bits=3, bias=7)
     return _encode_fp8(builder, value, mantissa_bits=2, bias=15)
+
+
+def round_bf16(builder: Any, value: Any) -> Any:
+    """The bits of sixteen fp32 rounded to bf16. Not for NaN."""
+    rounded = _round_bits(builder, builder.bitcast(value, VI32), 16)
+    return builder.trunc(builder.lshr(rounded, constant(16, VI32)), VI16)
 
 
 def _round_bits(builder: Any, bits: Any, dropped: int) -> Any:

@@ -31,7 +31,7 @@ from deepinfer.kernels.cpu.tasks import Program, Task, unit
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
 _SPLIT_BYTES, _FIT_SHARE = 1 << 15, 1 << 14
 """What a thread takes before it looks for more: bytes to split, numbers to look at."""
-_WORTH_WAKING = 1 << 23
+WORTH_WAKING = 1 << 23
 """Codes, which one thread takes about two milliseconds for."""
 
 
@@ -77,13 +77,12 @@ def fit_half(address: int, count: int) -> bool:
 
 def run_task(task: Task, num_bytes: int) -> None:
     """On all threads if that is worth waking them for. Where others use the cores as well, it takes milliseconds."""
-    Program([task]).run(numba.get_num_threads() if num_bytes >= _WORTH_WAKING else 1)
+    Program([task]).run(numba.get_num_threads() if num_bytes >= WORTH_WAKING else 1)
 
 
 @helper
-def _eight_codes(address):  # type: ignore[no-untyped-def]
-    """Eight codes in as many nibbles: c0 c2 c4 c6 in the lower 16 bits, c1 c3 c5 c7 in the upper ones."""
-    codes = load_unaligned(address)
+def eight_codes(codes):  # type: ignore[no-untyped-def]
+    """Eight codes of a byte each as nibbles: c0 c2 c4 c6 in the lower 16 bits, c1 c3 c5 c7 in the upper ones."""
     codes |= codes >> 12
     return (codes & 0xFF) | (codes >> 24 & 0xFF00) | (codes << 8 & 0xFF0000) | (codes >> 16 & 0xFF000000)
 
@@ -93,7 +92,7 @@ def _pack_row(bits, codes, left, group, out):  # type: ignore[no-untyped-def]
     """An output's codes of one group, of which `left` are there, into its lane of a record."""
     if bits == 4:
         for k in range(0, group, 8):
-            store_int32(out + BLOCK // 2 * k, _eight_codes(codes + k) if k < left else 0)
+            store_int32(out + BLOCK // 2 * k, eight_codes(load_unaligned(codes + k)) if k < left else 0)
     elif bits == 8:
         for k in range(0, group, 2):
             store_int16(out + BLOCK * k, load_int16(codes + k) if k < left else 0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
-import gguf
 import numpy as np
 import torch
 
-from deepinfer.kernels.cpu import dequantise
+from deepinfer.kernels.stored_rows import NotFiniteError, StoredRows, stored_rows
 from deepinfer.stages.model import gguf_codes
 from deepinfer.stages.model.config import EMBEDDING, HEAD, ModelConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
@@ -20,6 +20,8 @@ from deepinfer.stages.model.int4 import Int4Groups
 from deepinfer.stages.model.source import TensorHeader
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+_PLAIN = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 _TOP = {
     "token_embd.weight": EMBEDDING,
@@ -83,20 +85,26 @@ class GGUFSource:
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        raw = self._raw(tensor)
-        if tensor.type_name == "BF16":
-            values = torch.from_numpy(raw).view(torch.bfloat16).reshape(tensor.shape)
-        elif tensor.type_name in ("F32", "F16"):
-            dtype = np.float32 if tensor.type_name == "F32" else np.float16
-            values = torch.from_numpy(raw.view(dtype).reshape(tensor.shape))
-        elif tensor.type_name in dequantise.TYPES:
-            dense = dequantise.dequantise_blocks(tensor.type_name, raw.reshape(tensor.shape[0], -1))
-            values = torch.from_numpy(dense)
-        else:
-            dense = gguf.dequantize(raw.reshape(tensor.shape[0], -1), gguf.GGMLQuantizationType(tensor.type_id))
-            values = torch.from_numpy(dense)
-        rows = self._row_order(name)
-        return values if rows is None else values[torch.from_numpy(rows)]
+        try:
+            values = self._stored(name).dense(torch.float32).reshape(tensor.shape)
+        except NotFiniteError as error:
+            raise CheckpointError(str(error)) from error
+        order = self._row_order(name)
+        values = values if order is None else values[torch.from_numpy(order)]
+        return values.to(_PLAIN.get(tensor.type_name, torch.float32))
+
+    def rows(self, name: str) -> StoredRows | None:
+        if len(self._tensors[name].shape) != 2:
+            return None
+        order = self._row_order(name)
+        return self._stored(name) if order is None else self._stored(name).permuted(order)
+
+    def _stored(self, name: str) -> StoredRows:
+        tensor = self._tensors[name]
+        columns = tensor.shape[-1]
+        rows = math.prod(tensor.shape) // columns
+        memory = self._raw(tensor).reshape(rows, -1)
+        return stored_rows(f"{tensor.path}: tensor {name}", tensor.type_name, memory, columns)
 
     def read_int4(self, name: str) -> Int4Groups | None:
         tensor = self._tensors[name]

@@ -10,6 +10,8 @@ import torch
 
 from deepinfer.kernels.linear import Linear, RowTable
 from deepinfer.kernels.ops import CpuOps, Ops
+from deepinfer.kernels.packing import gathered
+from deepinfer.kernels.stored_rows import NotFiniteError, StoredRows
 from deepinfer.stages.heap import trim_heap
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import EMBEDDING, HEAD
@@ -22,6 +24,9 @@ from deepinfer.stages.model.model import TORCH_DTYPES, Layer, Model
 from deepinfer.stages.model.precision import choose_dtype, is_packed, prefills_in_bf16
 from deepinfer.stages.model.rope import row_order
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
+
+Weights = torch.Tensor | Int4Groups | StoredRows
+"""Of one linear form: as its kernels take them, or where they lie."""
 
 
 def load_model(
@@ -44,9 +49,11 @@ def load_model(
     reader = WeightReader(checkpoint, TORCH_DTYPES[compute_dtype], progress)
     try:
         build = _Builder(reader, checkpoint, batch_invariant, bf16_prefill, key_bias, ops or CpuOps())
-        with torch.inference_mode(), _one_torch_thread():
+        with torch.inference_mode(), _one_torch_thread(), gathered():
             model = build.model(compute_dtype)
             reader.finish()
+    except NotFiniteError as error:
+        raise CheckpointError(str(error)) from error
     finally:
         checkpoint.source.close()
         trim_heap()
@@ -80,13 +87,14 @@ class _Builder:
         self._files = checkpoint.describe()
         self._batch_invariant, self._bf16_prefill = batch_invariant, bf16_prefill
         self._key_bias, self._ops = key_bias, ops
+        self._by_rows = reader.dtype == torch.bfloat16 and ops.packs_rows
 
     def model(self, compute_dtype: str) -> Model:
         tied = self._config.tie_word_embeddings
-        table = self._table(EMBEDDING)
+        table = self._table(EMBEDDING, is_head=tied)
         layers = tuple(self._layer(layer) for layer in range(self._config.num_layers))
         final_norm = self._norm("model.norm.weight")
-        if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, table):
+        if tied and self._reader.has(HEAD) and not self._reader.same_as(HEAD, EMBEDDING):
             raise CheckpointError(
                 f"{self._path}: tie_word_embeddings is true, yet {HEAD} differs from {EMBEDDING}; "
                 "one of the two is wrong"
@@ -104,8 +112,10 @@ class _Builder:
             self._config, compute_dtype, embedding, layers, final_norm, head, tied, mode, self._ops, self._files
         )
 
-    def _embedding(self, table: Int8Groups | torch.Tensor) -> Embedding:
-        return Int8Embedding(table, self._ops.device) if isinstance(table, Int8Groups) else DenseEmbedding(table)
+    def _embedding(self, table: Int8Groups | StoredRows | torch.Tensor) -> Embedding:
+        if isinstance(table, Int8Groups):
+            return Int8Embedding(table, self._ops.device)
+        return DenseEmbedding(table.dense(self._reader.dtype) if isinstance(table, StoredRows) else table)
 
     def _norm(self, name: str) -> torch.Tensor:
         return self._vector_of_norm(name).to(self._ops.device)
@@ -114,8 +124,12 @@ class _Builder:
         weight, offset = self._reader.vector(name), self._config.norm_offset
         return weight + offset if offset else weight
 
-    def _table(self, name: str) -> Int8Groups | torch.Tensor:
-        """Of embedding or head: 8-bit codes as they are in bf16 compute, else dense."""
+    def _table(self, name: str, is_head: bool) -> Int8Groups | StoredRows | torch.Tensor:
+        """Of embedding or head: 8-bit codes as they are in bf16 compute, else dense. What becomes a head is not read
+        before it is packed."""
+        rows = self._rows([name]) if is_head else None
+        if rows is not None:
+            return rows._replace(bits=8) if self._headers[name].int8 else rows
         groups = self._reader.int8(name) if self._reader.dtype == torch.bfloat16 else None
         return self._reader.matrix([name]) if groups is None else groups
 
@@ -123,11 +137,13 @@ class _Builder:
         """Of a model that does not tie it. 4-bit codes are multiplied as they are for any row count, without a
         copy, so that logits are not rounded to bf16."""
         if self._reader.dtype == torch.bfloat16 and is_packed(HEAD, self._headers):
-            return self._packed(self._reader.int4([HEAD]), None, True, torch.float32)
-        return self._head(self._table(HEAD))
+            return self._form(self._weights([HEAD.removesuffix(".weight")]), None, torch.float32, True)
+        return self._head(self._table(HEAD, is_head=True))
 
-    def _head(self, table: Int8Groups | torch.Tensor) -> Linear:
+    def _head(self, table: Int8Groups | StoredRows | torch.Tensor) -> Linear:
         """Gives float32: logits rounded to bf16 would cost as much as all other rounding together."""
+        if isinstance(table, StoredRows):
+            return self._ops.rows(table, None, self._batch_invariant, self._bf16_prefill, torch.float32)
         if isinstance(table, torch.Tensor):
             return self._ops.dense(table, None, self._batch_invariant, torch.float32)
         scales = torch.from_numpy(table.scales).float()
@@ -169,7 +185,7 @@ class _Builder:
             weights = weights[torch.from_numpy(order)] if isinstance(weights, torch.Tensor) else weights.permuted(order)
         if not config.qkv_bias:
             return self._form(weights, None), None
-        bias = torch.cat([self._reader.vector(f"{name}.bias") for name in names])
+        bias = self._bias(names)
         if order is not None:
             bias = bias[torch.from_numpy(order)]
         q_bias, k_bias, v_bias = bias.split([config.q_size, config.kv_size, config.kv_size])
@@ -181,35 +197,48 @@ class _Builder:
                 k_bias = torch.zeros_like(k_bias)
         return self._form(weights, torch.cat((q_bias, k_bias, v_bias)).to(self._reader.dtype)), decided
 
-    def _key_rows(self, weights: torch.Tensor | Int4Groups) -> torch.Tensor:
+    def _key_rows(self, weights: Weights) -> torch.Tensor:
         """float32 [kv_size, hidden] of fused q, k and v."""
-        first, end = self._config.q_size, self._config.q_size + self._config.kv_size
+        rows = np.arange(self._config.q_size, self._config.q_size + self._config.kv_size)
+        if isinstance(weights, torch.Tensor):
+            return weights[torch.from_numpy(rows)].float()
         if isinstance(weights, Int4Groups):
-            return torch.from_numpy(weights.permuted(np.arange(first, end)).dense())
-        return weights[first:end].float()
+            return torch.from_numpy(weights.permuted(rows).dense())
+        return weights.permuted(rows).dense(self._reader.dtype).float()
 
     def _linear(self, names: Sequence[str], has_bias: bool) -> Linear:
-        bias = self._reader.matrix([f"{name}.bias" for name in names]) if has_bias else None
+        bias = self._bias(names).to(self._reader.dtype) if has_bias else None
         return self._form(self._weights(names), bias)
 
-    def _weights(self, names: Sequence[str]) -> torch.Tensor | Int4Groups:
+    def _bias(self, names: Sequence[str]) -> torch.Tensor:
+        """float32."""
+        return torch.cat([self._reader.vector(f"{name}.bias") for name in names])
+
+    def _rows(self, weights: Sequence[str]) -> StoredRows | None:
+        return self._reader.rows(weights) if self._by_rows else None
+
+    def _weights(self, names: Sequence[str]) -> Weights:
         weights = [f"{name}.weight" for name in names]
+        rows = self._rows(weights)
+        if rows is not None:
+            return rows._replace(bits=4) if is_packed(weights[0], self._headers) else rows
         if self._reader.dtype != torch.bfloat16 or not is_packed(weights[0], self._headers):
             return self._reader.matrix(weights)
         return self._reader.int4(weights)
 
-    def _form(self, weights: torch.Tensor | Int4Groups, bias: torch.Tensor | None) -> Linear:
-        if isinstance(weights, torch.Tensor):
-            return self._ops.dense(weights, bias, self._batch_invariant)
-        return self._packed(weights, bias, self._batch_invariant)
-
-    def _packed(
+    def _form(
         self,
-        weights: Int4Groups,
+        weights: Weights,
         bias: torch.Tensor | None,
-        batch_invariant: bool,
         out_dtype: torch.dtype | None = None,
+        batch_invariant: bool | None = None,
     ) -> Linear:
+        """`batch_invariant`: that of the model, by default."""
+        batch_invariant = self._batch_invariant if batch_invariant is None else batch_invariant
+        if isinstance(weights, StoredRows):
+            return self._ops.rows(weights, bias, batch_invariant, self._bf16_prefill, out_dtype)
+        if isinstance(weights, torch.Tensor):
+            return self._ops.dense(weights, bias, batch_invariant, out_dtype)
         linear = self._ops.w4a16(
             torch.from_numpy(weights.codes),
             torch.from_numpy(weights.scales),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from deepinfer.kernels.stored_rows import StoredRows
 from deepinfer.stages.model.awq import AwqPacking
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -66,6 +67,9 @@ class QuantisedSource:
         if name not in self._layouts:
             return self._raw.read(name)
         return torch.from_numpy(self._unpack(name).dense())
+
+    def rows(self, name: str) -> StoredRows | None:
+        return None if name in self._layouts else self._raw.rows(name)
 
     def read_int4(self, name: str) -> Int4Groups | None:
         group = self.headers[name].group

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from deepinfer.kernels.stored_rows import StoredRows, stored_rows
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.folder_names import INDEX, SINGLE
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -28,7 +29,7 @@ class SafetensorsSource:
     """Maps every shard at once; raises before weights are read when index and shards disagree."""
 
     def __init__(self, folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES):
-        self._dtypes = dtypes
+        self._folder, self._dtypes = folder, dtypes
         shards, index = _shards(folder)
         self._files = {shard: _open(folder / shard) for shard in shards}
         self._kv_scales = KVScales()
@@ -63,6 +64,14 @@ class SafetensorsSource:
 
     def read(self, name: str) -> torch.Tensor:
         return self._files[self._shard_of[name]].get_tensor(name)
+
+    def rows(self, name: str) -> StoredRows | None:
+        header = self.headers[name]
+        if len(header.shape) != 2 or header.dtype not in FLOAT_DTYPES:
+            return None
+        memory = self.read(name).contiguous().view(torch.uint8).numpy()
+        where = f"{self._folder / self._shard_of[name]}: tensor {name}"
+        return stored_rows(where, header.dtype, memory, header.shape[1])
 
     def read_int4(self, name: str) -> Int4Groups | None:
         return None

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from deepinfer.kernels.stored_rows import StoredRows
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups
 
@@ -30,7 +31,11 @@ class WeightSource(Protocol):
     """Every tensor of the checkpoint by its Hugging Face name; known before any weight is read."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as floats: as stored, or dequantised to float32. May share memory with the file."""
+        """The tensor as floats: as stored, or in float32. May share memory with the file."""
+        ...
+
+    def rows(self, name: str) -> StoredRows | None:
+        """Where the rows of a matrix of floats or of ggml's blocks lie, or None for any other tensor."""
         ...
 
     def read_int4(self, name: str) -> Int4Groups | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from deepinfer.kernels.stored_rows import NotFiniteError, StoredRows, joined_rows, same_rows
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -24,7 +25,8 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 class WeightReader:
-    """At most one tensor of the file is held beside what has been handed out."""
+    """At most one tensor of the file is held beside what has been handed out. Whatever reads one raises NotFiniteError
+    if it holds NaN or infinite values."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress):
         self.dtype = dtype
@@ -40,8 +42,21 @@ class WeightReader:
         """float32 [size], memory of its own."""
         return self._dense(name).to(torch.float32, copy=True)
 
+    def rows(self, names: Sequence[str]) -> StoredRows | None:
+        """Where the rows of `names`, below one another, lie in files, or None, with nothing read, where one of them is
+        put together of parts. Whoever reads them sees whether they are finite."""
+        parts = [part for part in (self._source.rows(name) for name in names) if part is not None]
+        if len(parts) < len(names):
+            return None
+        for name in names:
+            self._taken(name)
+        return joined_rows(parts)
+
     def matrix(self, names: Sequence[str]) -> torch.Tensor:
         """The rows of `names` below one another, compute dtype [rows, columns], memory of its own."""
+        rows = self.rows(names)
+        if rows is not None:
+            return rows.dense(self.dtype)
         if len(names) == 1:
             return self._dense(names[0]).to(self.dtype, copy=True)
         shapes = [self._source.headers[name].shape for name in names]
@@ -59,7 +74,7 @@ class WeightReader:
             part = self._source.read_int4(name)
             if part is None:
                 raise CheckpointError(f"{self._path}: tensor {name} is not in 4-bit groups")
-            self._taken(name, bool(np.isfinite(part.scales).all() and np.isfinite(part.minima).all()))
+            self._check(name, bool(np.isfinite(part.scales).all() and np.isfinite(part.minima).all()))
             parts.append(part)
         return joined(parts)
 
@@ -67,12 +82,16 @@ class WeightReader:
         """Codes and scales, or None, with nothing read, for a tensor that is not in 8-bit groups."""
         groups = self._source.read_int8(name)
         if groups is not None:
-            self._taken(name, bool(np.isfinite(groups.scales).all()))
+            self._check(name, bool(np.isfinite(groups.scales).all()))
         return groups
 
-    def same_as(self, name: str, other: object) -> bool:
-        """Whether the tensor equals one that was read before (a tied head that is stored as well)."""
-        return isinstance(other, torch.Tensor) and torch.equal(self._dense(name).to(self.dtype), other)
+    def same_as(self, name: str, other: str) -> bool:
+        """Takes `name`: whether it equals `other` (a tied head that is stored as well as the embedding)."""
+        a, b = self._source.rows(name), self._source.rows(other)
+        self._taken(name)
+        if a is None or b is None:
+            return torch.equal(self._source.read(name).to(self.dtype), self._source.read(other).to(self.dtype))
+        return same_rows(a, b, self.dtype)
 
     def finish(self) -> None:
         """Raises CheckpointError when the checkpoint holds a tensor that no parameter took."""
@@ -81,12 +100,15 @@ class WeightReader:
 
     def _dense(self, name: str) -> torch.Tensor:
         tensor = self._source.read(name)
-        self._taken(name, _finite(tensor))
+        self._check(name, _finite(tensor))
         return tensor
 
-    def _taken(self, name: str, finite: bool) -> None:
+    def _check(self, name: str, finite: bool) -> None:
         if not finite:
-            raise CheckpointError(f"{self._path}: tensor {name} holds NaN or infinite values")
+            raise NotFiniteError(f"{self._path}: tensor {name}")
+        self._taken(name)
+
+    def _taken(self, name: str) -> None:
         self._left.remove(name)
         self._done += self._source.headers[name].nbytes
         self._progress("weights", self._done, self._total)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from file_blocks import by_the_package, random_rows
 from matmul_cases import assert_rows_do_not_depend_on_the_batch, quantised_int4, quantised_int8, random
 
 from deepinfer.kernels import packed_linear
@@ -14,6 +15,7 @@ from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.kernels.linear import DenseLinear, W4A16Linear, W8A16Linear, dequantise
 from deepinfer.kernels.ops import CpuOps
 from deepinfer.kernels.packed_linear import PackedLinear
+from deepinfer.kernels.stored_rows import stored_rows
 
 needs_int8_dot = pytest.mark.skipif(
     not (packed_linear.available() and packed_linear.vnni_available()),
@@ -148,6 +150,27 @@ def test_bf16_weights_are_multiplied_as_they_are(shape, rows, tiles):
     for dtype in (torch.bfloat16, torch.float32):
         y = PackedLinear(P_BF16, weight, bias=bias, out_dtype=dtype, tiles=tiles)(x)
         assert_is_the_exact_product(y, x, weight.double(), bias.double())
+
+
+@needs_bf16_dot
+@pytest.mark.parametrize(("kind", "type_name"), [(P_BF16, "Q6_K"), (P_INT8, "Q8_0"), (P_INT4, "Q4_K")])
+def test_rows_of_files_are_multiplied_as_their_dense_weights_are(kind, type_name, tiles):
+    raw, bias, x = random_rows(type_name, 40, 256), random(40), random(3, 256, seed=1, dtype=torch.bfloat16)
+    linear = PackedLinear(kind, stored_rows("w", type_name, raw, 256), bias=bias, out_dtype=torch.float32, tiles=tiles)
+    weights = torch.from_numpy(by_the_package(type_name, raw))
+    weights = weights.bfloat16() if kind == P_BF16 else weights
+    assert_is_the_exact_product(linear(x), x, weights.double(), bias.double())
+    ids = torch.tensor([39, 0, 16], dtype=torch.int32)
+    assert torch.equal(linear.rows(ids), weights.float()[ids.long()])
+
+
+def test_rows_of_files_without_such_codes_or_groups_are_refused():
+    rows = stored_rows("w", "Q6_K", random_rows("Q6_K", 16, 256), 256)
+    for kind in (P_INT4, P_INT4_A8, P_INT8):
+        with pytest.raises(ValueError, match=f"Q6_K has no codes for kind {kind}"):
+            PackedLinear(kind, rows)
+    with pytest.raises(ValueError, match="in groups of 32, not 64"):
+        PackedLinear(P_BF16, rows, group=64)
 
 
 def every_kind(outputs, width, tiles):

@@ -14,7 +14,7 @@ NUM_FACTORS = {P_INT4: 2, P_INT8: 1, P_BF16: 0, P_INT4_A8: 2}
 
 @pytest.fixture(params=["one thread", "all threads"], autouse=True)
 def threads(request, monkeypatch):
-    monkeypatch.setattr(repack, "_WORTH_WAKING", 0 if request.param == "all threads" else 1 << 40)
+    monkeypatch.setattr(repack, "WORTH_WAKING", 0 if request.param == "all threads" else 1 << 40)
 
 
 def reference_records(kind, group, wide, codes, factors):

@@ -122,13 +122,22 @@ def test_a_wrong_shape_is_named_with_both_shapes(single: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", [UP, "model.norm.weight", "model.embed_tokens.weight"])
-def test_a_non_finite_weight_is_named_when_it_is_read(single: Path, name: str, value: float) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_non_finite_weight_is_named_when_it_is_read(single: Path, name: str, value: float, dtype: str) -> None:
     def poison(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name].view(-1)[7] = value
 
     _edit_tensors(single / "model.safetensors", poison)
-    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinite"):
-        load_model(open_checkpoint(single))
+    with pytest.raises(CheckpointError, match=f"{single}.*: tensor {name} holds NaN or infinite"):
+        load_model(open_checkpoint(single), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_non_finite_weight_is_named_with_its_shard(sharded: Path, dtype: str) -> None:
+    shard = _weight_map(sharded)[UP]
+    _edit_tensors(sharded / shard, lambda tensors: tensors[UP].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=f"{shard}: tensor {UP} holds NaN or infinite"):
+        load_model(open_checkpoint(sharded), dtype)
 
 
 def test_an_unsupported_dtype_is_named(single: Path) -> None:
@@ -166,17 +175,19 @@ def test_an_untied_checkpoint_without_a_head_is_refused(single: Path) -> None:
         open_checkpoint(single)
 
 
-def test_a_tied_head_may_be_stored_when_it_is_the_embedding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_tied_head_may_be_stored_when_it_is_the_embedding(dtype: str, tmp_path: Path) -> None:
     folder = save(tiny_model("qwen2", tie_word_embeddings=True), tmp_path)
 
     def store(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     _edit_tensors(folder / "model.safetensors", store)
-    assert load_model(open_checkpoint(folder)).head_is_embedding
+    assert load_model(open_checkpoint(folder), dtype).head_is_embedding
 
 
-def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(dtype: str, tmp_path: Path) -> None:
     folder = save(tiny_model("qwen2", tie_word_embeddings=True), tmp_path)
 
     def store(tensors: dict[str, torch.Tensor]) -> None:
@@ -184,7 +195,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) 
 
     _edit_tensors(folder / "model.safetensors", store)
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, yet lm_head.weight differs"):
-        load_model(open_checkpoint(folder))
+        load_model(open_checkpoint(folder), dtype)
 
 
 REFUSED = {

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from gguf_files import GGUFModelFile
@@ -28,7 +29,7 @@ SLACK = 6 << 20
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux shows it")
 @pytest.mark.skipif(not packed_linear.available(), reason="other processors keep other forms of the weights")
-@pytest.mark.parametrize("kind", ["BF16 folder", "Q8_0 file"])
+@pytest.mark.parametrize("kind", ["BF16 folder", "Q8_0 file", "Q6_K file", "Q4_1 file"])
 def test_the_most_that_loading_holds_is_the_model_and_its_largest_tensor(kind: str, tmp_path: Path) -> None:
     paths = []
     for name, vocab in (("small", 160), ("large", 40960)):
@@ -37,8 +38,10 @@ def test_the_most_that_loading_holds_is_the_model_and_its_largest_tensor(kind: s
             paths.append(save(model, tmp_path / name, torch.bfloat16))
             largest = 2 * 512 * vocab
         else:
-            paths.append(GGUFModelFile(tmp_path / name, model, "llama", "Q8_0").write())
-            largest = 34 * 512 * vocab // 32
+            type_name = kind.split()[0]
+            paths.append(GGUFModelFile(tmp_path / name, model, "llama", type_name).write())
+            weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_name]]
+            largest = size * 512 * vocab // weights
     shown = subprocess.run(
         [sys.executable, "-c", MEASURE, *map(str, paths)], capture_output=True, text=True, check=True
     ).stdout

@@ -1,0 +1,120 @@
+"""Packs rows of files into the records of kernels: many matrices in one go, into one piece of memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+
+from deepinfer.kernels.cpu import file_rows
+from deepinfer.kernels.cpu.large_pages import untouched_bytes
+from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, P_BF16, P_INT4, P_INT4_A8, P_INT8, record_bytes
+from deepinfer.kernels.cpu.repack import WORTH_WAKING
+from deepinfer.kernels.cpu.tasks import Task, run_together
+from deepinfer.kernels.stored_rows import StoredRows
+
+_LINE = 64
+_BATCH_BYTES = 64 << 20
+"""Of records that are made in one go."""
+_TYPES = {P_INT4: {"Q4_0", "Q4_1", "Q4_K"}, P_INT4_A8: {"Q4_0", "Q4_1", "Q4_K"}, P_INT8: {"Q8_0"}}
+_WIDE = {"Q4_K"}
+"""Whose scales and minima need more than fp16."""
+
+Take = Callable[[torch.Tensor, bool], None]
+"""(records, uint8 [blocks, groups, bytes]; whether they are wide), as `packed_products` has them in groups of 32."""
+
+
+class _Job(NamedTuple):
+    rows: StoredRows
+    kind: int
+    wide: bool
+    take: Take
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        blocks, groups = -(-len(self.rows.addresses) // BLOCK), -(-self.rows.columns // CHUNK)
+        return blocks, groups, record_bytes(self.kind, CHUNK, self.wide)
+
+    def task(self, records: torch.Tensor, room: int, faults: int) -> Task:
+        units = {P_BF16: file_rows.pack_bf16_unit, P_INT8: file_rows.pack_int8_unit}
+        unit = units.get(self.kind, file_rows.pack_int4_unit)()
+        arguments = (*self.rows.arguments(), records.data_ptr(), room, faults, int(self.wide))
+        return Task(unit, self.shape[0], arguments)
+
+
+class _Waiting(threading.local):
+    jobs: list[_Job] | None = None
+    num_bytes = 0
+    """Of their records."""
+
+
+_waiting = _Waiting()
+
+
+def pack_rows(rows: StoredRows, kind: int, take: Take) -> None:
+    """Gives `take` the records of `rows`, at once or before `gathered` ends. Codes of 4 bits are those of Q4 types, of
+    8 bits those of Q8_0; anything becomes bf16.
+
+    Raises NotFiniteError, for these rows or for others that waited, and ValueError for types without such codes.
+    """
+    types = rows.type_names
+    without = types - _TYPES.get(kind, types)
+    if without:
+        raise ValueError(f"{', '.join(sorted(without))} has no codes for kind {kind}; {sorted(_TYPES[kind])} have")
+    job = _Job(rows, kind, kind != P_BF16 and bool(types & _WIDE), take)
+    if _waiting.jobs is None:
+        _run([job])
+        return
+    _waiting.jobs.append(job)
+    _waiting.num_bytes += math.prod(job.shape)
+    if _waiting.num_bytes >= _BATCH_BYTES:
+        _run_waiting()
+
+
+@contextmanager
+def gathered() -> Iterator[None]:
+    """What this thread packs may wait for more of the kind: waking the other threads for every matrix can cost more
+    than packing it."""
+    _waiting.jobs, _waiting.num_bytes = [], 0
+    try:
+        yield
+        _run_waiting()
+    finally:
+        _waiting.jobs = None
+
+
+def _run_waiting() -> None:
+    jobs, _waiting.jobs, _waiting.num_bytes = _waiting.jobs, [], 0
+    if jobs:
+        _run(jobs)
+
+
+def _run(jobs: Sequence[_Job]) -> None:
+    shapes = [job.shape for job in jobs]
+    room_of = [-(-math.prod(shape) // _LINE) * _LINE for shape in shapes]
+    memory = untouched_bytes(sum(room_of))
+    made = [part[: math.prod(shape)].view(shape) for part, shape in zip(memory.split(room_of), shapes, strict=True)]
+    workers = numba.get_num_threads() if len(memory) >= WORTH_WAKING else 1
+    faults, room = np.zeros((len(jobs), 2), np.int64), np.empty(workers * file_rows.ROOM, np.uint8)
+    tasks = [
+        job.task(records, room.ctypes.data, row.ctypes.data)
+        for job, records, row in zip(jobs, made, faults, strict=True)
+    ]
+    run_together(tasks, workers)
+    for job, (strange, _) in zip(jobs, faults, strict=True):
+        if strange:
+            raise job.rows.not_finite()
+    again = []
+    for job, records, (_, misfits) in zip(jobs, made, faults, strict=True):
+        if misfits:
+            again.append(job._replace(wide=True))
+        else:
+            job.take(records, job.wide)
+    if again:
+        _run(again)
