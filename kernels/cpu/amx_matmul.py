@@ -11,7 +11,7 @@ from deepinfer.kernels.codecs import BF16, FP32
 from deepinfer.kernels.cpu.amx import ROWS, TILE_BYTES, let_go_of_tiles, set_up_tiles, stack_memory
 from deepinfer.kernels.cpu.amx_products import add_products, decode_tiles, store_output
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
-from deepinfer.kernels.cpu.jit import helper
+from deepinfer.kernels.cpu.jit import helper, shared_helper
 from deepinfer.kernels.cpu.memory import load_int, store_float
 from deepinfer.kernels.cpu.packed_products import BLOCK, P_BF16, group_sum, record_bytes
 from deepinfer.kernels.cpu.tasks import unit
@@ -47,7 +47,7 @@ def share_of(arguments, index, row_tile):  # type: ignore[no-untyped-def]
     return index // units * row_tile, first, min(first + share, num_blocks)
 
 
-@helper
+@shared_helper
 def tile_products(  # type: ignore[no-untyped-def]
     kind, group, wide, rounded, out, x, x_stride, num_rows, sums, sums_stride, w, record, groups, bias, y, y_stride,
 ):  # fmt: skip

@@ -324,8 +324,8 @@ def attend_segment(  # type: ignore[no-untyped-def]
     _take_queries(head_dim, record, records, group, head, row, row + 1, queries, row_floats)
     low, high = max(first_seen(layer, position), segment * SEGMENT), min(position + 1, (segment + 1) * SEGMENT)
     _attend_span(
-        k_codec, k_bytes, v_codec, v_bytes, head_dim, at_once, record, place, layer, table, position, 1, position + 1,
-        head, low, high, scratch,
+        k_codec, k_bytes, v_codec, v_bytes, head_dim, at_once, record, place, layer, table, position, np.int64(1),
+        position + 1, head, low, high, scratch,
     )  # fmt: skip
     for member in range(group):
         _copy_row(records + member * record.length, states + member * record.decay, record.decay)

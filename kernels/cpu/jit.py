@@ -14,6 +14,8 @@ from typing import Any
 import numba
 import numpy as np
 import platformdirs
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
 
 def _threading_layer() -> str:
@@ -95,7 +97,49 @@ def compiled_unit(function: Callable[[int, int, int], None]) -> Any:
     return made
 
 
+class _NoEngine:
+    """Where numba would set what a function's machine code refers to."""
+
+    @staticmethod
+    def set_env(name: str, environment: Any) -> None:
+        pass
+
+
+class _LinkedLibrary(JITCodeLibrary):
+    """The code of a helper: simplified, and otherwise left to what it is linked into. Numba would optimise it and make
+    machine code of it, and do both again with what calls it, and again with what calls that."""
+
+    codegen = _NoEngine
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+class _HelperCompiler(Compiler):
+    def __init__(self, typing_context: Any, target_context: Any, library: Any, *rest: Any) -> None:
+        super().__init__(typing_context, target_context, _LinkedLibrary(target_context.codegen(), "helper"), *rest)
+
+
 def helper(function: Callable[..., Any]) -> Any:
-    """Compile a function that only other compiled functions call: no wrapper for Python, no cache of its
-    own."""
-    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    """Compile a function that only other compiled functions call. It is inlined into them: it has no machine code, no
+    wrapper for Python and no cache of its own."""
+    return _linked(function, forceinline=True)
+
+
+def shared_helper(function: Callable[..., Any]) -> Any:
+    """As `helper`, but for long functions: once in whatever calls it, not inlined unless the compiler thinks so."""
+    return _linked(function)
+
+
+def _linked(function: Callable[..., Any], **options: Any) -> Any:
+    return numba.njit(
+        error_model="numpy",
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+        pipeline_class=_HelperCompiler,
+        **options,
+    )(function)

@@ -12,7 +12,7 @@ from deepinfer.kernels.codecs import BF16, FP32
 from deepinfer.kernels.cpu import amx_matmul
 from deepinfer.kernels.cpu.amx_matmul import operands, share_of
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
-from deepinfer.kernels.cpu.jit import helper
+from deepinfer.kernels.cpu.jit import shared_helper
 from deepinfer.kernels.cpu.memory import (
     load_bf16,
     load_byte,
@@ -42,7 +42,7 @@ ROW_TILE = 64
 """Rows that go through all blocks together: their activations stay in the second-level cache."""
 
 
-@helper
+@shared_helper
 def tile(kind, group, wide, out, x, x_stride, num_rows, sums, sums_stride, w, groups, bias, y, y_stride):  # type: ignore[no-untyped-def]
     """`num_rows` rows against sixteen outputs: eight at a time, the rest as one, two, four or eight."""
     literally(kind)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numba import prange
+from numba.core.registry import cpu_target
 
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionSpec
@@ -92,3 +93,25 @@ def test_what_closes_over_a_compiled_function_is_refused_for_no_process_would_fi
 
     with pytest.raises(TypeError, match="made closes over one_more"):
         compile_it(made)
+
+
+@pytest.mark.parametrize(("make", "expected"), [(jit.helper, 1), (numba.njit, 3)])
+def test_helpers_become_machine_code_with_what_calls_them_and_never_by_themselves(make, expected, monkeypatch):
+    """The control arm is numba's own way, which makes machine code of each of the three."""
+    engine = cpu_target.target_context.codegen()._engine
+    finished = []
+    monkeypatch.setattr(engine, "finalize_object", lambda: finished.append(engine._ee.finalize_object()))
+
+    @make
+    def one_more(number):
+        return number + 1
+
+    @make
+    def two_more(number):
+        return one_more(one_more(number))
+
+    @numba.njit(numba.int64(numba.int64))
+    def four_more(number):
+        return two_more(two_more(number))
+
+    assert (four_more(38), len(finished)) == (42, expected)
