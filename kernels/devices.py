@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from deepinfer.kernels import packed_linear
+from deepinfer.kernels import kernel_cache, packed_linear
+from deepinfer.kernels.cpu import jit
 from deepinfer.kernels.ops import CpuOps, Ops
+
+if TYPE_CHECKING:
+    from deepinfer.kernels.cuda.launcher import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +30,10 @@ def open_device(name: str, w4_activations: str = "auto") -> Ops:
     `host-emulation` runs the CUDA kernels on the CPU: a proof for tests, many times slower than `cpu`.
     `w4_activations`: "auto", the compute dtype, or "int8": activations are rounded to 8 bits before they meet 4-bit
     weights. Raises DeviceError.
+
+    Compiled kernels on disk that no program has used for long are removed.
     """
+    jit.hold_cache()
     ops = _open(name)
     if w4_activations == "auto":
         return ops
@@ -43,9 +52,8 @@ def _open(name: str) -> Ops:
         return CpuOps()
     if name == "host-emulation":
         from deepinfer.kernels.cuda.host_backend import HostBackend
-        from deepinfer.kernels.cuda.ops import CudaOps
 
-        return CudaOps(HostBackend())
+        return _cuda_ops(HostBackend)
     if name == "cuda":
         return _cuda()
     if name != "auto":
@@ -61,13 +69,20 @@ def _open(name: str) -> Ops:
 
 def _cuda() -> Ops:
     from deepinfer.kernels.cuda.cupy_backend import CupyBackend
-    from deepinfer.kernels.cuda.ops import CudaOps
 
     try:
-        return CudaOps(CupyBackend())
+        return _cuda_ops(CupyBackend)
     except ImportError as error:
         raise DeviceError(
             "device is cuda, but CuPy is not installed: pip install 'deepinfer-daemon[cuda12]' (or cuda13)"
         ) from error
     except RuntimeError as error:
         raise DeviceError(f"device is cuda, but it cannot be used: {error}") from error
+
+
+def _cuda_ops(backend: Callable[[], Backend]) -> Ops:
+    from deepinfer.kernels.cuda import disk_cache
+    from deepinfer.kernels.cuda.ops import CudaOps
+
+    kernel_cache.remove_unused_files(disk_cache.cache_folder())
+    return CudaOps(backend())

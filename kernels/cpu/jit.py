@@ -3,6 +3,7 @@ disk."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -13,9 +14,10 @@ from typing import Any
 
 import numba
 import numpy as np
-import platformdirs
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+
+from deepinfer.kernels import kernel_cache
 
 
 def _threading_layer() -> str:
@@ -38,12 +40,21 @@ def _cache_folder() -> Path:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    base = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_path("deepinfer-daemon") / "numba"
+    base = os.environ.get("NUMBA_CACHE_DIR") or kernel_cache.cache_folder() / "numba"
     return Path(base) / digest.hexdigest()[:16]
 
 
 THREADING_LAYER = _threading_layer()
 CACHE_FOLDER = _cache_folder()
+_ALL_THREADS, _ONE_THREAD, _UNITS = "all-threads", "one-thread", "units"
+
+
+@functools.cache
+def hold_cache() -> None:
+    """Keep this process's compiled kernels on disk for as long as it lives, and remove those of versions that nobody
+    uses any more."""
+    kernel_cache.hold(CACHE_FOLDER)
+    kernel_cache.remove_unused_versions(CACHE_FOLDER, (_ALL_THREADS, _ONE_THREAD, _UNITS))
 
 
 def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
@@ -58,7 +69,7 @@ def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Call
         _check_closure(function)
         before = numba.config.CACHE_DIR
         # Numba's key on disk does not know of `parallel`: in one folder, what was compiled first would be both.
-        numba.config.CACHE_DIR = str(CACHE_FOLDER / ("all-threads" if parallel else "one-thread"))
+        numba.config.CACHE_DIR = str(CACHE_FOLDER / (_ALL_THREADS if parallel else _ONE_THREAD))
         try:
             return numba.njit(signature, parallel=parallel, cache=True, nogil=True, error_model="numpy")(function)
         finally:
@@ -76,6 +87,13 @@ def _check_closure(function: Callable[..., Any]) -> None:
             raise TypeError(f"{function.__qualname__} closes over {name}, which is no number: {value!r}")
 
 
+def _closure_digest(function: Callable[..., Any]) -> str:
+    """Units that differ only in this must not share a folder: of two processes that add to one of numba's indices at
+    once, the one's machine code can end up under the key of the other's."""
+    closure = sorted(inspect.getclosurevars(function).nonlocals.items())
+    return hashlib.sha256(repr((function.__qualname__, closure)).encode()).hexdigest()[:16]
+
+
 _units: list[Any] = []
 """Whoever uses a unit has its address only; this keeps the code."""
 
@@ -87,7 +105,7 @@ def compiled_unit(function: Callable[[int, int, int], None]) -> Any:
     """
     _check_closure(function)
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(CACHE_FOLDER / "units")
+    numba.config.CACHE_DIR = str(CACHE_FOLDER / _UNITS / _closure_digest(function))
     try:
         signature = numba.void(numba.int64, numba.int64, numba.int64)
         made = numba.cfunc(signature, cache=True, error_model="numpy")(function)

@@ -7,26 +7,24 @@ import os
 import tempfile
 from pathlib import Path
 
-import platformdirs
+from deepinfer.kernels import kernel_cache
 
 _DIGEST_BYTES = 32
 
 
 def cache_folder() -> Path:
-    """The folder of compiled kernels, below DEEPINFER_CACHE_DIR or the user's cache folder.
-
-    Made for its owner alone: its files are loaded as code.
-    """
-    override = os.environ.get("DEEPINFER_CACHE_DIR")
-    folder = (Path(override) if override else platformdirs.user_cache_path("deepinfer-daemon")) / "kernels"
+    """The folder of compiled kernels. Made for its owner alone: its files are loaded as code."""
+    folder = kernel_cache.cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 def load(key: str) -> bytes | None:
     """The bytes stored under `key`; None if there are none, or if they are not what was stored."""
+    path = cache_folder() / key
     try:
-        content = (cache_folder() / key).read_bytes()
+        os.utime(path)
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
     digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]

@@ -48,7 +48,9 @@ class HostBackend:
         path = disk_cache.cache_folder() / (
             "host-" + fingerprint(self._compiler, _SHIM.read_text(), source.text, *texts, *options) + ".so"
         )
-        if not path.exists():
+        try:
+            os.utime(path)
+        except FileNotFoundError:
             self._build(source, options, path)
         entry = ctypes.CDLL(str(path)).dp_host_launch
         entry.restype = ctypes.c_char_p

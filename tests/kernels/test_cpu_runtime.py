@@ -1,5 +1,6 @@
 """Threads, warm-up and what is reported of them."""
 
+import ctypes
 import subprocess
 import sys
 
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from numba import prange
+from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import cpu_target
 
 from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionSpec
 from deepinfer.kernels.cpu import jit
+from deepinfer.kernels.cpu.memory import store_int32
 from deepinfer.kernels.cpu_runtime import configure_threads, describe, warm_up
 from deepinfer.kernels.openmp import SPINS, limit_spinning
 
@@ -115,3 +118,37 @@ def test_helpers_become_machine_code_with_what_calls_them_and_never_by_themselve
         return two_more(two_more(number))
 
     assert (four_more(38), len(finished)) == (42, expected)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_two_processes_that_compile_at_once_do_not_find_each_others_code_on_disk(apart, tmp_path, monkeypatch):
+    """The second one begins when the first has written its index, and is done before that one writes its code. In the
+    control arm both share a folder."""
+    monkeypatch.setattr(jit, "CACHE_FOLDER", tmp_path)
+    if not apart:
+        monkeypatch.setattr(jit, "_closure_digest", lambda function: "one")
+
+    def address(number):
+        def write(arguments, index, worker):
+            store_int32(arguments, number)
+
+        return jit.compiled_unit(write).address
+
+    def written_by(place):
+        cell = np.zeros(1, np.int32)
+        ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(place)(cell.ctypes.data, 0, 0)
+        return cell[0]
+
+    save, begun = IndexDataCacheFile._save_data, []
+
+    def save_late(self, name, data):
+        if not begun:
+            begun.append(True)
+            address(2)
+        save(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_save_data", save_late)
+        patch.setattr(IndexDataCacheFile, "_load_index", lambda self: {})
+        address(1)
+    assert written_by(address(2)) == (2 if apart else 1)
