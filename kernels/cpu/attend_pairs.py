@@ -35,7 +35,7 @@ from deepinfer.kernels.cpu.bf16_tiles import (
 )
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_float, load_half, store_float
+from deepinfer.kernels.cpu.memory import load_float, load_half, prefetch, store_float
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
@@ -140,12 +140,33 @@ def first_seen(layer, position):  # type: ignore[no-untyped-def]
 
 
 @helper
-def prefetch_first(k_bytes, v_bytes, head_dim, layer, table, head, position):  # type: ignore[no-untyped-def]
+def _prefetch(codec, codes, row_bytes, scales, layer, table, head, first, end):  # type: ignore[no-untyped-def]
+    """Ask for the keys or the values of at most sixteen tokens, first .. end."""
+    literally(codec)
+    prefetch_tokens(codes, row_bytes, layer, table, head, first, end)
+    if codec == _INT8 and first < end:
+        slot = (head << layer[plan.BLOCK_SHIFT]) + (first & ((1 << layer[plan.BLOCK_SHIFT]) - 1))
+        prefetch(scales + np.int64(table[first >> layer[plan.BLOCK_SHIFT]]) * layer[plan.BLOCK_BYTES] + 2 * slot)
+
+
+@helper
+def _prefetch_keys(codec, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
+    _prefetch(codec, layer[plan.K_ADDRESS], row_bytes, layer[plan.K_SCALES_ADDRESS], layer, table, head, first, end)
+
+
+@helper
+def _prefetch_values(codec, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
+    _prefetch(codec, layer[plan.V_ADDRESS], row_bytes, layer[plan.V_SCALES_ADDRESS], layer, table, head, first, end)
+
+
+@helper
+def prefetch_first(k_codec, k_bytes, v_codec, v_bytes, head_dim, layer, table, head, position):  # type: ignore[no-untyped-def]
     """Ask for what `attend_pairs` reads before its own prefetching is ahead of it."""
     start = first_seen(layer, position)
-    end = min(start + _AHEAD, position)
-    prefetch_tokens(layer[plan.K_ADDRESS], head_dim * k_bytes, layer, table, head, start, end)
-    prefetch_tokens(layer[plan.V_ADDRESS], head_dim * v_bytes, layer, table, head, start, end)
+    for first in range(start, min(start + _AHEAD, position), LANES):
+        end = min(first + LANES, position)
+        _prefetch_keys(k_codec, head_dim * k_bytes, layer, table, head, first, end)
+        _prefetch_values(v_codec, head_dim * v_bytes, layer, table, head, first, end)
 
 
 @helper
@@ -235,8 +256,9 @@ def _attend_span(  # type: ignore[no-untyped-def]
         _forget(records + index * record.length, record)
     set_up_for = 0
     for token in range(low, high, TILE):
-        ahead, ahead_end = token + _AHEAD, min(token + _AHEAD + TILE, context)
-        prefetch_tokens(layer[plan.K_ADDRESS], k_row, layer, table, head, ahead, ahead_end)
+        ahead, middle = token + _AHEAD, token + _AHEAD + LANES
+        half_end, ahead_end = min(middle, context), min(middle + LANES, context)
+        _prefetch_keys(k_codec, k_row, layer, table, head, ahead, half_end)
         for half in range(2):
             at = token + half * LANES
             count = context - at
@@ -249,7 +271,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
             if v_codec == _INT8:
                 target = scales + 4 * TILE + half * _VECTOR
                 _load_scales(layer[plan.V_SCALES_ADDRESS], layer, table, head, at, count, target)
-        prefetch_tokens(layer[plan.V_ADDRESS], v_row, layer, table, head, ahead, ahead_end)
+        _prefetch_values(v_codec, v_row, layer, table, head, ahead, half_end)
         # Positions ascend by one, so the rows that see something of this tile lie side by side.
         seen_from = max(0, token - begin)
         seen_to = min(rows, token + TILE - 1 + window - begin) if window > 0 else rows
@@ -260,12 +282,14 @@ def _attend_span(  # type: ignore[no-untyped-def]
             set_up_for = rest
         for index in range(low_index, last + 1, at_once):
             pair_scores(at_once, head_dim, keys, records, index, last)
+        _prefetch_keys(k_codec, k_row, layer, table, head, middle, ahead_end)
         for row in range(seen_from, seen_to):
             seen_high = begin + row + 1 - token
             seen_low = seen_high - window if window > 0 else 0
             for member in range(group):
                 mine = records + (row * group + member) * record.length
                 _weigh(k_codec, v_codec, mine + record.scores, mine + record.sums, scales, seen_low, seen_high)
+        _prefetch_values(v_codec, v_row, layer, table, head, middle, ahead_end)
         for index in range(low_index, last + 1, at_once):
             pair_accumulate(at_once, head_dim, values, records, index, last)
     let_go_of_rows(at_once)

@@ -39,6 +39,7 @@ from deepinfer.kernels.cpu.vec16 import (
     literal_values,
     load,
     offset,
+    outlined,
     shuffle,
     store,
     vec16,
@@ -127,8 +128,7 @@ def key_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  # 
     def put(builder: Any, target: Any, pair: int, value: Any) -> None:
         store(builder, offset(builder, target, pair * 2 * VECTOR_BYTES), value)
 
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, target = args[2:]
+    def body(builder: Any, source: Any, target: Any) -> None:
         kind = VI32 if number == BF16.number else WORDS
         for chunk in range(row_bytes // VECTOR_BYTES):
             places = [offset(builder, source, token * row_bytes + chunk * VECTOR_BYTES) for token in range(LANES)]
@@ -140,6 +140,9 @@ def key_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  # 
                 halves = _interleaved(builder, *_decode_bytes(builder, number, builder.bitcast(column, _BYTES)))
                 for piece, pairs in enumerate(halves):
                     put(builder, target, chunk * 2 * LANES + piece * LANES + i, pairs)
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        outlined(builder, f"key_pairs_{number}_{head_dim}", args[2:], body)
         return context.get_dummy_value()
 
     return nt.void(codec, dim, nt.int64, nt.int64), emit
@@ -154,8 +157,7 @@ def value_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  
     number, head_dim = literals
     row_bytes = head_dim * CODECS[number].itemsize
 
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        source, target = args[2:]
+    def body(builder: Any, source: Any, target: Any) -> None:
         kind = WORDS if number == BF16.number else _BYTES
         for pair in range(LANES // 2):
             place, out = offset(builder, source, 2 * pair * row_bytes), pair * head_dim * 4
@@ -168,6 +170,9 @@ def value_pairs(_typing: Any, codec: Any, dim: Any, source: Any, target: Any):  
                     for piece in pieces:
                         store(builder, offset(builder, target, out), piece)
                         out += VECTOR_BYTES
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        outlined(builder, f"value_pairs_{number}_{head_dim}", args[2:], body)
         return context.get_dummy_value()
 
     return nt.void(codec, dim, nt.int64, nt.int64), emit
@@ -214,11 +219,7 @@ def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, ind
     record = row_record(head_dim)
     slots = range(4 * num_rows)  # of a row: two halves of the tile, two sums of each that do not wait for one another
 
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        keys, records, index, last = args[2:]
-        if num_rows == MATRIX_ROWS:
-            emit_scores(builder, record, head_dim, keys, records, index, last)
-            return context.get_dummy_value()
+    def body(builder: Any, keys: Any, records: Any, index: Any, last: Any) -> None:
         homes = _records_at(builder, records, index, last, num_rows, record.length)
         queries = [offset(builder, home, record.query) for home in homes]
         sums = [cgutils.alloca_once(builder, VF32) for _ in slots]
@@ -243,6 +244,12 @@ def pair_scores(_typing: Any, count: Any, dim: Any, keys: Any, records: Any, ind
                 even, odd = (builder.load(sums[4 * row + 2 * half + chain]) for chain in (0, 1))
                 place = offset(builder, home, record.scores + half * VECTOR_BYTES)
                 store(builder, place, builder.fadd(even, odd))
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if num_rows == MATRIX_ROWS:
+            emit_scores(builder, record, head_dim, *args[2:])
+        else:
+            outlined(builder, f"pair_scores_{num_rows}_{head_dim}", args[2:], body)
         return context.get_dummy_value()
 
     return nt.void(count, dim, nt.int64, nt.int64, nt.int64, nt.int64), emit
@@ -365,23 +372,20 @@ def pair_accumulate(_typing: Any, count: Any, dim: Any, values: Any, records: An
         return None
     num_rows, head_dim = literals
     record = row_record(head_dim)
+    width = 4 if num_rows <= 4 else 2  # vectors of sums of a row, so that those of all rows stay in registers
 
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        values, records, index, last = args[2:]
-        if num_rows == MATRIX_ROWS:
-            emit_accumulate(builder, record, head_dim, values, records, index, last)
-            return context.get_dummy_value()
+    def body(builder: Any, values: Any, records: Any, index: Any, last: Any) -> None:
         homes = _records_at(builder, records, index, last, num_rows, record.length)
         decays = [load_scalar(builder, offset(builder, home, record.decay)) for home in homes]
-        for chunk in range(0, head_dim // LANES, 4):
-            places = [[offset(builder, home, (chunk + i) * VECTOR_BYTES) for i in range(4)] for home in homes]
+        for chunk in range(0, head_dim // LANES, width):
+            places = [[offset(builder, home, (chunk + i) * VECTOR_BYTES) for i in range(width)] for home in homes]
             totals = [
                 [builder.fmul(load(builder, place), decay) for place in row]
                 for row, decay in zip(places, decays, strict=True)
             ]
             for pair in range(LANES):
                 at = pair * head_dim * 4 + chunk * VECTOR_BYTES
-                tile = [load_pairs(builder, offset(builder, values, at + i * VECTOR_BYTES)) for i in range(4)]
+                tile = [load_pairs(builder, offset(builder, values, at + i * VECTOR_BYTES)) for i in range(width)]
                 for row, home in enumerate(homes):
                     weight = spread_pair(builder, offset(builder, home, record.scores + 4 * pair))
                     totals[row] = [dot(builder, t, v, weight) for t, v in zip(totals[row], tile, strict=True)]
@@ -389,6 +393,12 @@ def pair_accumulate(_typing: Any, count: Any, dim: Any, values: Any, records: An
             for row_places, row in zip(places, totals, strict=True):
                 for place, total in zip(row_places, row, strict=True):
                     store(builder, place, total)
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if num_rows == MATRIX_ROWS:
+            emit_accumulate(builder, record, head_dim, *args[2:])
+        else:
+            outlined(builder, f"pair_accumulate_{num_rows}_{head_dim}", args[2:], body)
         return context.get_dummy_value()
 
     return nt.void(count, dim, nt.int64, nt.int64, nt.int64, nt.int64), emit

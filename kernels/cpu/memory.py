@@ -244,13 +244,14 @@ def call_unit(_typing: Any, function: Any, arguments: Any, unit: Any, worker: An
 
 @intrinsic
 def prefetch(_typing: Any, address: Any) -> Any:
-    """Ask for the cache line of an address that will be read soon."""
+    """Ask for the cache line of an address that will be read soon, into the second cache: it has more lines under way
+    than the first one, where a burst of them would make the processor wait."""
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         i32, pointer = ir.IntType(32), builder.inttoptr(args[0], ir.IntType(8).as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, i32, i32, i32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [pointer, *(ir.Constant(i32, value) for value in (0, 3, 1))])
+        builder.call(function, [pointer, *(ir.Constant(i32, value) for value in (0, 2, 1))])
         return context.get_dummy_value()
 
     return nt.void(nt.int64), emit

@@ -135,8 +135,9 @@ def multiplies_pairs(k: Codec, v: Codec, activations: Codec, head_dim: int, key_
 
 
 def rows_at_once(rows: int) -> int:
-    """In how many at a time `rows` are multiplied: at most four, in equal parts."""
-    return -(-rows // -(-rows // 4))
+    """In how many at a time `rows` are multiplied: at most seven, whose sums fill the registers; so that the last of
+    them are not filled up with more rows than must be, and then as many as can be, which share what is loaded."""
+    return min(range(min(rows, 3), 8), key=lambda size: (-(-rows // size) * size, -size))
 
 
 @helper
@@ -230,7 +231,8 @@ def attention_units(
         row, head = index // layer[plan.NUM_KV_HEADS], index % layer[plan.NUM_KV_HEADS]
         if pairs:
             position = load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row)
-            prefetch_first(k_bytes, v_bytes, head_dim, layer, table_of(arguments, row), head, position)
+            table = table_of(arguments, row)
+            prefetch_first(k_codec, k_bytes, v_codec, v_bytes, head_dim, layer, table, head, position)
         write_of(
             k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim, pairs,
             arguments, layer, row, head,

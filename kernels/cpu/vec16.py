@@ -9,6 +9,7 @@ Addresses are int64 byte addresses. Who passes one keeps its memory alive and an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba.core.types as nt
@@ -50,6 +51,21 @@ def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
     """Call the LLVM intrinsic `name`."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def outlined(builder: Any, name: str, args: Sequence[Any], body: Callable[..., None]) -> None:
+    """Call a function of the module whose code is what `body(builder, *args)` emits, made where there is none of that
+    name yet. It has the registers for itself: inlined, what one of many long pieces of code keeps from one round of a
+    loop to the next leaves too few to the others."""
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [arg.type for arg in args]), name)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        inner = ir.IRBuilder(function.append_basic_block())
+        body(inner, *function.args)
+        inner.ret_void()
+    builder.call(function, args)
 
 
 def constant(value: float, kind: Any = VF32) -> Any:

@@ -269,5 +269,5 @@ def test_only_what_bf16_holds_exactly_is_multiplied_as_bf16():
     assert not multiplies_pairs(INT8, INT8, BF16, 64, False, 30.0)
 
 
-def test_rows_are_multiplied_in_equal_parts_of_at_most_four():
-    assert [rows_at_once(rows) for rows in range(1, 17)] == [1, 2, 3, 4, 3, 3, 4, 4, 3, 4, 4, 4, 4, 4, 4, 4]
+def test_as_many_rows_are_multiplied_together_as_registers_hold_and_few_twice():
+    assert [rows_at_once(rows) for rows in range(1, 17)] == [1, 2, 3, 4, 5, 6, 7, 4, 3, 5, 6, 6, 7, 7, 5, 4]
