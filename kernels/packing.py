@@ -109,7 +109,7 @@ def _run(jobs: Sequence[_Job]) -> None:
     run_together(tasks, workers)
     for job, (strange, _) in zip(jobs, faults, strict=True):
         if strange:
-            raise job.rows.not_finite()
+            raise job.rows.not_finite(torch.bfloat16)
     again = []
     for job, records, (_, misfits) in zip(jobs, made, faults, strict=True):
         if misfits:

@@ -56,8 +56,7 @@ def _encode(builder: Any, number: int, value: Any) -> Any:
     if number == FP16.number:
         return builder.fptrunc(value, VHALF)
     if number == BF16.number:
-        narrow = round_bf16(builder, value)
-        return builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC0, VI16), narrow)
+        return round_bf16(builder, value)
     if number == INT8.number:
         whole = call(builder, "llvm.rint.v16f32", VF32, value)
         return builder.trunc(builder.fptosi(whole, VI32), VI8)
@@ -67,9 +66,10 @@ def _encode(builder: Any, number: int, value: Any) -> Any:
 
 
 def round_bf16(builder: Any, value: Any) -> Any:
-    """The bits of sixteen fp32 rounded to bf16. Not for NaN."""
+    """The bits of sixteen fp32 rounded to bf16, one NaN for all."""
     rounded = _round_bits(builder, builder.bitcast(value, VI32), 16)
-    return builder.trunc(builder.lshr(rounded, constant(16, VI32)), VI16)
+    narrow = builder.trunc(builder.lshr(rounded, constant(16, VI32)), VI16)
+    return builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC0, VI16), narrow)
 
 
 def _round_bits(builder: Any, bits: Any, dropped: int) -> Any:

@@ -11,9 +11,16 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from deepinfer.kernels.codecs import BF16
-from deepinfer.kernels.cpu.codecs import round_bf16, store16
-from deepinfer.kernels.cpu.file_types import FILE_TYPES, NUMBER_OF, STRETCH, decode_blocks, k_numbers
+from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, WORDS
+from deepinfer.kernels.cpu.file_types import (
+    FILE_TYPES,
+    NUMBER_OF,
+    STRETCH,
+    decode_narrow,
+    decode_wide,
+    k_numbers,
+    round_chunk,
+)
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import (
     add_int,
@@ -27,34 +34,40 @@ from deepinfer.kernels.cpu.memory import (
     load_unaligned,
     store_float,
     store_half,
+    store_int,
     store_int16,
     store_int32,
 )
 from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK
 from deepinfer.kernels.cpu.repack import eight_codes
 from deepinfer.kernels.cpu.tasks import unit
-from deepinfer.kernels.cpu.vec16 import LANES, VI32, constant, load, load_f32, offset, shuffle, store
+from deepinfer.kernels.cpu.vec16 import LANES, VI32, literal_values, load, offset, shuffle, store
 
-_ROW_ROOM = 4 * STRETCH + 64
-"""Bytes between rows of fp32: not a power of two, which would put them all in the same places of the cache."""
-ROOM = BLOCK * _ROW_ROOM
-"""Bytes that each worker needs."""
-_INFINITE = 0x7F800000
+_ROW_ROOM = 2 * STRETCH + VECTOR_BYTES
+"""Bytes between rows of bf16: not a power of two, which would put them all in the same places of the cache."""
+_SPARE = BLOCK * _ROW_ROOM
+ROOM = _SPARE + 4 * CHUNK
+"""Bytes that each worker needs: rows, and behind them one chunk of fp32."""
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
-_BF16 = BF16.number
 _PLAIN = sum(kind.is_plain for kind in FILE_TYPES)
 """The plain types have the first numbers."""
-_F32, _F16, _Q4_0, _Q4_1, _Q4_K = (NUMBER_OF[name] for name in ("F32", "F16", "Q4_0", "Q4_1", "Q4_K"))
+_F32, _F16, _Q4_1, _Q4_K = (NUMBER_OF[name] for name in ("F32", "F16", "Q4_1", "Q4_K"))
 
 
-def _magnitude(builder: Any, bits: Any) -> Any:
-    return builder.and_(bits, constant(0x7FFFFFFF, VI32))
+def _magnitude(builder: Any, values: Any) -> Any:
+    """Of fp32 as int32, of bf16 as int16: the bits without the sign."""
+    return builder.and_(
+        values, ir.Constant(values.type, [(1 << (values.type.element.width - 1)) - 1] * values.type.count)
+    )
 
 
 def _has_strange(builder: Any, largest: Any) -> Any:
     """int64: whether a magnitude is that of an infinity or a NaN."""
-    lanes = builder.icmp_unsigned(">=", largest, constant(_INFINITE, VI32))
-    return builder.zext(builder.bitcast(lanes, ir.IntType(LANES)), ir.IntType(64))
+    kind = largest.type
+    infinite = 0x7F800000 if kind.element.width == 32 else 0x7F80
+    lanes = builder.icmp_unsigned(">=", largest, ir.Constant(kind, [infinite] * kind.count))
+    found = builder.bitcast(lanes, ir.IntType(kind.count))
+    return builder.zext(found, ir.IntType(64))
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:
@@ -77,56 +90,64 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @intrinsic
 def _pack_chunk(_typing: Any, rows: Any, out: Any) -> Any:
-    """`BLOCK` rows of `CHUNK` fp32, `_ROW_ROOM` bytes apart, rounded to bf16: pairs of columns, each of all rows. Gives
-    a number that is not 0 if a value is not finite."""
+    """`BLOCK` rows of `CHUNK` bf16, `_ROW_ROOM` bytes apart: pairs of columns, each of all rows. Gives a number that is
+    not 0 if a value is not finite."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        largest, words = constant(0, VI32), []
-        for row in range(BLOCK):
-            place = offset(builder, args[0], _ROW_ROOM * row)
-            halves = []
-            for at in (0, 4 * LANES):
-                value = load(builder, offset(builder, place, at))
-                largest = _larger(builder, _magnitude(builder, builder.bitcast(value, VI32)), largest)
-                halves.append(round_bf16(builder, value))
-            words.append(builder.bitcast(shuffle(builder, *halves, list(range(CHUNK))), VI32))
-        for pair, lanes in enumerate(_transposed(builder, words)):
-            store(builder, offset(builder, args[1], 4 * LANES * pair), lanes)
+        rows = [load(builder, offset(builder, args[0], _ROW_ROOM * row), WORDS, 2) for row in range(BLOCK)]
+        largest = functools.reduce(functools.partial(_larger, builder), [_magnitude(builder, words) for words in rows])
+        pairs = _transposed(builder, [builder.bitcast(words, VI32) for words in rows])
+        for pair, lanes in enumerate(pairs):
+            store(builder, offset(builder, args[1], VECTOR_BYTES * pair), lanes)
         return _has_strange(builder, largest)
 
     return nt.int64(nt.int64, nt.int64), emit
 
 
-@intrinsic
-def _strange(_typing: Any, address: Any) -> Any:
-    """Not 0 if one of sixteen fp32 is not finite."""
+@intrinsic(prefer_literal=True)
+def _strange(_typing: Any, narrow: Any, address: Any) -> Any:
+    """Not 0 if one of 64 bytes of bf16 (`narrow`, a literal 1) or fp32 (0) is not finite."""
+    literal = literal_values(narrow)
+    if literal is None:
+        return None
+    kind = WORDS if literal[0] else VI32
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return _has_strange(builder, _magnitude(builder, load(builder, args[0], VI32)))
+        return _has_strange(builder, _magnitude(builder, load(builder, args[1], kind, 2)))
 
-    return nt.int64(nt.int64), emit
+    return nt.int64(narrow, nt.int64), emit
 
 
-@helper
-def _decode(kind, row, first, count, out):  # type: ignore[no-untyped-def]
-    """A stretch of a row as fp32, and zeros up to a whole chunk."""
-    decode_blocks(kind, row, first, count, out)
-    if kind < _PLAIN:
-        for k in range(count // LANES * LANES, count):
-            if kind == _F32:
-                value = load_float(row + 4 * (first + k))
-            elif kind == _F16:
-                value = load_half(row + 2 * (first + k))
-            else:
-                value = load_bf16(row + 2 * (first + k))
-            store_float(out + 4 * k, value)
-    _clear(out, count, -(-count // CHUNK) * CHUNK)
+@intrinsic
+def _round_spare(_typing: Any, spare: Any) -> Any:
+    """`CHUNK` fp32 to bf16, in their place."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        halves = [load(builder, offset(builder, args[0], at)) for at in (0, 4 * LANES)]
+        store(builder, args[0], round_chunk(builder, *halves), 2)
+        return context.get_dummy_value()
+
+    return nt.void(nt.int64), emit
 
 
 @helper
-def _clear(out, first, end):  # type: ignore[no-untyped-def]
-    for k in range(first, end):
-        store_float(out + 4 * k, np.float32(0.0))
+def _read_rest(kind, row, first, count, spare):  # type: ignore[no-untyped-def]
+    """Plain floats behind the last whole chunk of a row as fp32, and zeros up to a whole one."""
+    for k in range(CHUNK):
+        value = np.float32(0.0)
+        if k < count and kind == _F32:
+            value = load_float(row + 4 * (first + k))
+        elif k < count and kind == _F16:
+            value = load_half(row + 2 * (first + k))
+        elif k < count:
+            value = load_bf16(row + 2 * (first + k))
+        store_float(spare + 4 * k, value)
+
+
+@helper
+def _copy_words(source, count, target):  # type: ignore[no-untyped-def]
+    for k in range(count):
+        store_int16(target + 2 * k, load_int16(source + 2 * k))
 
 
 @functools.cache
@@ -139,17 +160,24 @@ def pack_bf16_unit() -> int:
         addresses, types = load_int(arguments), load_int(arguments + 8)
         rows, columns = load_int(arguments + 16), load_int(arguments + 24)
         room, chunks, strange = load_int(arguments + 40) + worker * ROOM, -(-columns // CHUNK), 0
-        out = load_int(arguments + 32) + block * chunks * 2 * BLOCK * CHUNK
+        out, spare = load_int(arguments + 32) + block * chunks * 2 * BLOCK * CHUNK, room + _SPARE
         for first in range(0, columns, STRETCH):
             count = min(STRETCH, columns - first)
+            whole = count // CHUNK * CHUNK
             for lane in range(BLOCK):
                 row, target = block * BLOCK + lane, room + lane * _ROW_ROOM
-                if row < rows:
-                    _decode(load_byte(types + row), load_int(addresses + 8 * row), first, count, target)
-                else:
-                    _clear(target, 0, -(-count // CHUNK) * CHUNK)
+                if row >= rows:
+                    for at in range(0, 2 * (whole + CHUNK), 8):
+                        store_int(target + at, 0)
+                    continue
+                kind, address = load_byte(types + row), load_int(addresses + 8 * row)
+                decode_narrow(kind, address, first, whole, target)
+                if whole < count:
+                    _read_rest(kind, address, first + whole, count - whole, spare)
+                    _round_spare(spare)
+                    _copy_words(spare, CHUNK, target + 2 * whole)
             for k in range(0, count, CHUNK):
-                strange |= _pack_chunk(room + 4 * k, out)
+                strange |= _pack_chunk(room + 2 * k, out)
                 out += 2 * BLOCK * CHUNK
         if strange:
             add_int(load_int(arguments + 48), 1)
@@ -158,42 +186,55 @@ def pack_bf16_unit() -> int:
 
 
 @functools.cache
-def plain_rows_unit() -> int:
-    """(addresses, types, rows, columns, out, room, faults, 1 for bf16 or 0 for fp32, rows of a unit)."""
+def bf16_rows_unit() -> int:
+    """(addresses, types, rows, columns, out, room, faults, rows of a unit): as they are, rounded to bf16."""
 
     @unit
     def plain(arguments, index, worker):  # type: ignore[no-untyped-def]
         addresses, types = load_int(arguments), load_int(arguments + 8)
-        rows, columns, out = load_int(arguments + 16), load_int(arguments + 24), load_int(arguments + 32)
-        room, strange = load_int(arguments + 40) + worker * ROOM, 0
-        narrow, share = load_int(arguments + 56), load_int(arguments + 64)
+        rows, columns, share = load_int(arguments + 16), load_int(arguments + 24), load_int(arguments + 56)
+        spare, strange = load_int(arguments + 40) + worker * ROOM + _SPARE, 0
         for row in range(index * share, min((index + 1) * share, rows)):
-            for first in range(0, columns, STRETCH):
-                count = min(STRETCH, columns - first)
-                _decode(load_byte(types + row), load_int(addresses + 8 * row), first, count, room)
-                target = out + (row * columns + first) * (2 if narrow else 4)
-                for k in range(0, count, LANES):
-                    strange |= _strange(room + 4 * k)
-                    _store_plain(room + 4 * k, min(LANES, count - k), target, narrow)
-                    target += LANES * (2 if narrow else 4)
+            kind, address = load_byte(types + row), load_int(addresses + 8 * row)
+            out, whole = load_int(arguments + 32) + 2 * row * columns, columns // CHUNK * CHUNK
+            decode_narrow(kind, address, 0, whole, out)
+            for k in range(0, whole, CHUNK):
+                strange |= _strange(1, out + 2 * k)
+            if whole < columns:
+                _read_rest(kind, address, whole, columns - whole, spare)
+                _round_spare(spare)
+                strange |= _strange(1, spare)
+                _copy_words(spare, columns - whole, out + 2 * whole)
         if strange:
             add_int(load_int(arguments + 48), 1)
 
     return plain.address
 
 
-@helper
-def _store_plain(values, count, out, narrow):  # type: ignore[no-untyped-def]
-    """At most sixteen fp32, as they are or rounded."""
-    if narrow and count == LANES:
-        store16(_BF16, out, load_f32(values))
-    elif narrow:
-        store16(_BF16, values, load_f32(values))
-        for k in range(count):
-            store_int16(out + 2 * k, load_int16(values + 2 * k))
-    else:
-        for k in range(count):
-            store_float(out + 4 * k, load_float(values + 4 * k))
+@functools.cache
+def fp32_rows_unit() -> int:
+    """The same in fp32."""
+
+    @unit
+    def plain(arguments, index, worker):  # type: ignore[no-untyped-def]
+        addresses, types = load_int(arguments), load_int(arguments + 8)
+        rows, columns, share = load_int(arguments + 16), load_int(arguments + 24), load_int(arguments + 56)
+        spare, strange = load_int(arguments + 40) + worker * ROOM + _SPARE, 0
+        for row in range(index * share, min((index + 1) * share, rows)):
+            kind, address = load_byte(types + row), load_int(addresses + 8 * row)
+            out, whole = load_int(arguments + 32) + 4 * row * columns, columns // CHUNK * CHUNK
+            decode_wide(kind, address, 0, whole, out)
+            for k in range(0, whole, LANES):
+                strange |= _strange(0, out + 4 * k)
+            if whole < columns:
+                _read_rest(kind, address, whole, columns - whole, spare)
+                strange |= _strange(0, spare) | _strange(0, spare + 4 * LANES)
+                for k in range(whole, columns):
+                    store_float(out + 4 * k, load_float(spare + 4 * (k - whole)))
+        if strange:
+            add_int(load_int(arguments + 48), 1)
+
+    return plain.address
 
 
 @helper

@@ -21,7 +21,7 @@ from deepinfer.stages.model.source import TensorHeader
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
-_PLAIN = {"F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _TOP = {
     "token_embd.weight": EMBEDDING,
@@ -85,13 +85,18 @@ class GGUFSource:
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
+        if tensor.type_name in _PLAIN:
+            values = torch.from_numpy(self._raw(tensor)).view(_PLAIN[tensor.type_name])
+        else:
+            values = self._decoded(name)
+        order, values = self._row_order(name), values.reshape(tensor.shape)
+        return values if order is None else values[torch.from_numpy(order)]
+
+    def _decoded(self, name: str) -> torch.Tensor:
         try:
-            values = self._stored(name).dense(torch.float32).reshape(tensor.shape)
+            return self._stored(name).dense(torch.float32)
         except NotFiniteError as error:
             raise CheckpointError(str(error)) from error
-        order = self._row_order(name)
-        values = values if order is None else values[torch.from_numpy(order)]
-        return values.to(_PLAIN.get(tensor.type_name, torch.float32))
 
     def rows(self, name: str) -> StoredRows | None:
         if len(self._tensors[name].shape) != 2:

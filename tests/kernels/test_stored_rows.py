@@ -156,6 +156,24 @@ def test_a_number_that_is_not_finite_is_refused_with_its_file_and_tensor(type_na
                 read(rows)
 
 
+def test_a_number_that_bf16_does_not_hold_is_refused_where_it_would_become_infinite():
+    values = np.full((16, 45), 3.4e38, np.float32)
+    for columns in (45, 32):
+        part = np.ascontiguousarray(values[:, :columns])
+        rows = stored_rows("a.gguf: tensor w", "F32", part.view(np.uint8), columns)
+        assert torch.equal(rows.dense(FP32), torch.from_numpy(part))
+        for read in (lambda rows: rows.dense(BF16), lambda rows: packed(rows, P_BF16)):
+            with pytest.raises(NotFiniteError):
+                read(rows)
+
+
+def test_subnormal_floats_keep_their_bits():
+    values = (np.float32(1e-39) * np.arange(1, 16 * 64 + 1, dtype=np.float32)).reshape(16, 64)
+    rows = stored_rows("w", "F32", values.view(np.uint8), 64)
+    assert same_bits(rows.dense(BF16), torch.from_numpy(values).bfloat16())
+    assert torch.equal(packed(rows, P_BF16)[0], records_of(P_BF16, torch.from_numpy(values).bfloat16()))
+
+
 def block_bytes(type_name):
     sizes = {kind.name: kind.size // kind.weights if kind.is_plain else kind.size for kind in FILE_TYPES}
     return sizes[type_name]
