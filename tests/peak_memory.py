@@ -22,6 +22,7 @@ def watched():
     try:
         yield grown
     finally:
+        grown.append(anonymous() - before)
         ended.set()
         watcher.join()
 """
