@@ -101,7 +101,7 @@ class EngineHost:
             )
         with self.times.part("pool"):
             self.pool = KVPool(self.plan.num_blocks, layout, self.kv_format, self.ops.device)
-            self.arena = HostArena(self.plan.arena, layout.block_bytes, pin=self.ops.device.startswith("cuda"))
+            self.arena = HostArena(self.plan.arena, layout.row_bytes, pin=self.ops.device.startswith("cuda"))
         tables = self.model.rope_tables(self.max_context)
         self.attention = self._attention(self.model.attention_spec(), layout, self.pool.data, *tables)
         max_blocks = blocks_for(self.max_context, config.block_size)
@@ -127,7 +127,7 @@ class EngineHost:
             raise ConfigError(
                 f"dtype is {self.config.dtype} ({dtype}), which {self.ops.name} cannot run: {error}"
             ) from error
-        pool = torch.zeros(1, layout.block_bytes, dtype=torch.uint8, device=self.ops.device)
+        pool = torch.zeros(1, layout.row_bytes, dtype=torch.uint8, device=self.ops.device)
         table = torch.ones(1, model.head_dim // 2)
         scale = model.head_dim**-0.5
         heads = model.num_q_heads, model.num_kv_heads, model.head_dim
@@ -228,9 +228,9 @@ class EngineHost:
         chunk = self.config.prefill_chunk_tokens * idle_chunks(self.ops.overlaps)
         rows = max(1, min(chunk, blocks * block_size - 1, self.max_context - 2))
         submit = Submit(rid=0, prompt=bytes(4 * rows), params=SamplingParams(max_new_tokens=2))
-        request = Request(submit, blocks_for(rows + 1, block_size))
-        request.num_blocks = len(request.table)
-        request.table[:] = range(request.num_blocks)
+        groups = self.pool.layout.num_groups
+        request = Request(submit, blocks_for(rows + 1, block_size), groups=groups)
+        request.occupy(0)
         vocab_size = self.model.config.vocab_size
         sampler = Sampler(vocab_size, vocab_size, (), self.ops.argmax)
         runner = ModelRunner(self.executor, sampler, self.lanes.decode)
@@ -239,7 +239,7 @@ class EngineHost:
         runner.run([Span(request, rows, 1, True)])
         for count in () if self.executor.graphs is None else self.executor.graphs.row_buckets:
             runner.run([Span(request, 0, 1, True)] * count)
-        self.lanes.decode.run(self.pool.data[: request.num_blocks].zero_)
+        self.lanes.decode.run(self.pool.data[: groups * request.num_blocks].zero_)
 
     def _on_a_stream(self, copy: CopyRows) -> CopyRows:
         return lambda destination, source: self.lanes.offload.run(copy, destination, source)

@@ -140,7 +140,7 @@ def make_attention(
 
     Args:
         backend: "numba" (fused, the CPU's "auto") or "reference" (plain torch, slow).
-        pool: uint8 [num_blocks, layout.block_bytes], contiguous.
+        pool: uint8 [rows, layout.row_bytes], contiguous.
         cos, sin: fp32 [max_positions, head_dim / 2], RoPE tables for the half-split form, or several of them stacked,
             as `spec.rope_tables` names them.
         batch_invariant: a row's output is bit-equal alone, in a batch and in any chunking. The numba path
@@ -173,8 +173,8 @@ def _check_pool(spec: AttentionSpec, layout: BlockLayout, fmt: KVFormat, pool: T
         raise ValueError(f"the pool's layout {layout} is not for layers, KV heads, head_dim = {model}")
     if (layout.k, layout.v) != (fmt.k, fmt.v):
         raise ValueError(f"the pool's layout stores {layout.k.name}/{layout.v.name}, the format is {fmt.name}")
-    if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] != layout.block_bytes:
-        want = f"uint8 [blocks, {layout.block_bytes}]"
+    if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] != layout.row_bytes:
+        want = f"uint8 [blocks, {layout.row_bytes}]"
         raise ValueError(f"the pool must be {want}, not {pool.dtype} {tuple(pool.shape)}")
     if not pool.is_contiguous():
         raise ValueError("the pool must be contiguous")

@@ -39,13 +39,13 @@ def warm_up(spec: AttentionSpec, layout: BlockLayout, compute_dtype: torch.dtype
     Runs on a pool of its own, so that the first request is as fast as those after it.
     """
     half = spec.head_dim // 2
-    pool = torch.zeros((1, layout.block_bytes), dtype=torch.uint8)
+    pool = torch.zeros((1, layout.row_bytes), dtype=torch.uint8)
     fmt = KVFormat(layout.k, layout.v)
     attention = make_attention("auto", spec, layout, fmt, pool, torch.ones(1, half), torch.zeros(1, half), False)
     width = spec.num_q_heads * spec.head_dim
     qkv = torch.zeros((1, width + 2 * spec.num_kv_heads * spec.head_dim), dtype=compute_dtype)
     out = torch.empty((1, width), dtype=compute_dtype)
-    attention.forward(0, qkv, AttentionBatch([0], [0], [[0]], [0, 1]), out)
+    attention.forward(0, qkv, AttentionBatch([0], [0], [[[0]]] * layout.num_groups, [0, 1]), out)
     for rows in (1, -(-elementwise.PARALLEL_ELEMENTS // LANES)):
         x, weight = torch.zeros((rows, LANES)), torch.ones(LANES)
         small = torch.zeros((rows, LANES), dtype=compute_dtype)

@@ -234,7 +234,7 @@ class CpuOps:
     def step_programs(self, attention: Any, max_blocks: int) -> StepPrograms | None:
         if not isinstance(attention, NumbaAttention):
             return None
-        return StepPrograms(attention.check, attention.segments, max_blocks)
+        return StepPrograms(attention.check, attention.segments, attention.num_groups, max_blocks)
 
     def embed(self, embedding: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
         taker = recorder()

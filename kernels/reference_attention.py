@@ -39,7 +39,7 @@ class ReferenceAttention(EncoderCounts):
     def forward(self, layer: int, qkv: Tensor, batch: AttentionBatch, out: Tensor) -> None:
         """See `PagedAttention.forward`."""
         refuse_recording("the reference attention")
-        batch.check(self._layout.block_size, len(self._pool), self._cos.shape[-2])
+        batch.check(self._layout, len(self._pool), self._cos.shape[-2])
         q, k, v = self._project(layer, qkv, torch.from_numpy(batch.positions).long())
         self._store(layer, k, v, batch)
         for first, end in batch.row_tiles(self._rows_at_once).tolist():
@@ -61,7 +61,7 @@ class ReferenceAttention(EncoderCounts):
 
     def _store(self, layer: int, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
         positions = torch.from_numpy(batch.positions).long()
-        tables = torch.from_numpy(batch.block_tables).long()
+        tables = torch.from_numpy(batch.block_tables[self._layout.group_of(layer)]).long()
         blocks = tables[torch.from_numpy(batch.row_seq).long(), positions // self._layout.block_size]
         slots = positions % self._layout.block_size
         nonfinite = torch.from_numpy(batch.nonfinite_rows)
@@ -81,7 +81,7 @@ class ReferenceAttention(EncoderCounts):
         positions = torch.from_numpy(batch.positions[first:end]).long()
         context = int(positions[-1]) + 1
         start = max(0, int(positions[0]) - window + 1) if window else 0
-        table = torch.from_numpy(batch.block_tables[batch.row_seq[first]]).long()
+        table = torch.from_numpy(batch.block_tables[self._layout.group_of(layer), batch.row_seq[first]]).long()
         k, v = (self._gather(layer, side, table, start, context) for side in (0, 1))
         bias, tables = spec.split_key_bias(layer), spec.tables_of(layer, self._cos, self._sin)
         if bias is not None and tables is not None:

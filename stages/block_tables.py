@@ -27,7 +27,7 @@ class BlockTables:
         if request.num_blocks != self._ledger.covered(rid):
             blocks = self._ledger.blocks(rid)
             # Places that are past: no row looks there, but every id must be one.
-            request.table[: len(blocks)] = [max(block, 0) for block in blocks]
+            request.table[:, : len(blocks)] = [max(block, 0) for block in blocks]
             request.num_blocks = len(blocks)
 
     def blocks_at(self, rid: int, places: Sequence[int]) -> list[int]:

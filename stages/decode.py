@@ -112,7 +112,8 @@ class DecodeStage(Stage):
         layout = self._pool.layout
         total = len(message.prompt) // 4 + message.params.max_new_tokens - 1
         root = root_key(*self._sharing_domain, message.cache_salt)
-        request = Request(message, blocks_for(total, layout.block_size), root, layout.block_size)
+        blocks = blocks_for(total, layout.block_size)
+        request = Request(message, blocks, root, layout.block_size, layout.num_groups)
         if not self._residency.fits_alone(total):
             # Admission refuses this earlier, with the numbers; a request must never wait for what cannot come.
             self.counters.requests_kv_exhausted_total += 1

@@ -14,11 +14,14 @@ from deepinfer.stages.messages import SamplingParams, Submit
 class Request:
     """Owned by decode. Prefill reads it while a PrefillChunk names it; nobody else sees it.
 
-    `tokens`: int32 [prompt + max_new_tokens], the first `length` are known. `table`: int32 block ids in context order,
-    the first `num_blocks` are valid; decode refreshes it from the ledger before anyone is told to use it.
+    `tokens`: int32 [prompt + max_new_tokens], the first `length` are known. `table`: int32 [groups, max_blocks], rows
+    of the pool in context order for each group of layers, of which the first `num_blocks` are valid; decode refreshes
+    it from the ledger before anyone is told to use it.
     """
 
-    def __init__(self, submit: Submit, max_blocks: int, root_key: bytes = b"", block_size: int = 0) -> None:
+    def __init__(
+        self, submit: Submit, max_blocks: int, root_key: bytes = b"", block_size: int = 0, groups: int = 1
+    ) -> None:
         prompt = np.frombuffer(submit.prompt, dtype="<i4")
         generated = np.frombuffer(submit.generated, dtype="<i4")
         self.rid = submit.rid
@@ -30,7 +33,7 @@ class Request:
         self.tokens[: len(prompt)] = prompt
         self.tokens[len(prompt) : len(prompt) + len(generated)] = generated
         self.length = len(prompt) + len(generated)
-        self.table = np.zeros(max_blocks, dtype=np.int32)
+        self.table = np.zeros((groups, max_blocks), dtype=np.int32)
         self.num_blocks = 0
         self.clock = submit.clock or RequestClock()
         self._computed = self.length if submit.generated else 0
@@ -43,6 +46,12 @@ class Request:
     def total(self) -> int:
         """Tokens whose keys and values are stored at most: the last token is sampled and never fed back."""
         return len(self.tokens) - 1
+
+    def occupy(self, first: int) -> None:
+        """Its table is full, with the rows of blocks from `first` on: of a pool that nobody hands out."""
+        groups, self.num_blocks = self.table.shape
+        rows = np.arange(groups * first, groups * (first + self.num_blocks), dtype=np.int32)
+        self.table[:] = rows.reshape(-1, groups).T
 
     def keys(self, known: Sequence[bytes]) -> list[bytes]:
         """Prefix keys of the full blocks after those that `known` has; see `memory.prefix`."""

@@ -97,9 +97,10 @@ def build_batch(spans: Sequence[Span]) -> ForwardBatch:
     width = max(span.request.num_blocks for span in spans)
     tokens = np.concatenate([span.request.tokens[span.start : span.start + span.count] for span in spans])
     positions = np.concatenate([np.arange(s.start, s.start + s.count, dtype=np.int32) for s in spans])
-    tables = np.zeros((len(spans), width), dtype=np.int32)
-    for row, span in zip(tables, spans, strict=True):
-        row[: span.request.num_blocks] = span.request.table[: span.request.num_blocks]
+    tables = np.zeros((len(spans[0].request.table), len(spans), width), dtype=np.int32)
+    for row, span in enumerate(spans):
+        used = span.request.num_blocks
+        tables[:, row, :used] = span.request.table[:, :used]
     last_rows = [int(starts[i + 1]) - 1 for i, span in enumerate(spans) for _ in span.samplers]
     return ForwardBatch(
         token_ids=torch.from_numpy(tokens),

@@ -63,6 +63,10 @@ class InProcess:
         return StepSeconds(float(np.mean(runs)), float(np.mean(forwards)))
 
     @property
+    def _groups(self) -> int:
+        return self._host.pool.layout.num_groups
+
+    @property
     def _lane(self) -> Lane:
         return self._host.lanes.decode
 
@@ -82,8 +86,7 @@ class InProcess:
         for rid, prompt in enumerate(prompts):
             ids = np.asarray(prompt, dtype="<i4").tobytes()
             params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-            request = Request(Submit(rid=rid, prompt=ids, params=params), blocks)
-            request.num_blocks = blocks
-            request.table[:] = range(rid * blocks, (rid + 1) * blocks)
+            request = Request(Submit(rid=rid, prompt=ids, params=params), blocks, groups=self._groups)
+            request.occupy(rid * blocks)
             requests.append(request)
         return requests

@@ -45,8 +45,12 @@ class _Workspace(NamedTuple):
     segments: int
     """Into how many contexts are split; 0: they are not."""
     states: np.ndarray
+    rows: tuple[int, int]
+    """POSITIONS and ROW_SEQ."""
+    tables: tuple[int, ...]
+    """TABLES of each group of layers."""
     arguments: tuple[int, ...]
-    """Those that follow POSITIONS and do not change from layer to layer."""
+    """Those that follow TABLES and do not change from layer to layer."""
 
 
 def _aligned(rows: int, floats: int) -> np.ndarray:
@@ -95,7 +99,7 @@ class NumbaAttention(EncoderCounts):
         self._check_activations(qkv, out, batch.num_rows)
         units = self._units_of(layer, qkv.dtype)
         arguments = (
-            *(self._plans[layer].ctypes.data, *work.arguments),
+            *(self._plans[layer].ctypes.data, *work.rows, work.tables[self._layout.group_of(layer)], *work.arguments),
             *(batch.nonfinite_rows.ctypes.data, work.counters.ctypes.data + 16 * layer, qkv.data_ptr(), out.data_ptr()),
             *(work.queries.ctypes.data, work.scratch.ctypes.data, work.scratch.strides[0], self._scale, self._eps),
             work.states.ctypes.data,
@@ -137,23 +141,23 @@ class NumbaAttention(EncoderCounts):
         scores = int((batch.positions + 1).sum()) * self._spec.num_q_heads
         workers = numba.get_num_threads() if scores >= PARALLEL_SCORES or recorder() is not None else 1
         tiles = batch.row_tiles(self._tile_rows)
-        tables = batch.block_tables
         segments = self.segments(batch) if batch.segments is None else batch.segments
         state_floats = state_bytes(self._spec.head_dim) // 4
         states = _aligned(1 + batch.num_rows * self._spec.num_q_heads * segments, state_floats)
         states.view(np.int64)[0, 0] = segments
-        addresses = [part.ctypes.data for part in (batch.positions, batch.row_seq, tables)]
         return _Workspace(
             owner=self,
             workers=workers,
             tiles=tiles,
-            each_alone=len(tables) == batch.num_rows,
+            each_alone=batch.num_seqs == batch.num_rows,
             queries=np.empty((batch.num_rows, row_floats), np.float32),
             scratch=_aligned(workers, self._scratch_floats),
             counters=np.zeros((self._spec.num_layers, 2), np.int64),
             segments=segments,
             states=states,
-            arguments=(*addresses, tables.shape[1], tiles.ctypes.data),
+            rows=(batch.positions.ctypes.data, batch.row_seq.ctypes.data),
+            tables=tuple(table.ctypes.data for table in batch.block_tables),
+            arguments=(batch.table_width, tiles.ctypes.data),
         )
 
     def segments(self, batch: AttentionBatch) -> int:
@@ -164,13 +168,18 @@ class NumbaAttention(EncoderCounts):
             return 0
         rows, longest = batch.num_rows, int(batch.positions.max(initial=0))
         few = rows * self._spec.num_kv_heads < _UNITS_OF_WORKER * numba.get_num_threads()
-        if not few or longest < _SPLIT_FROM or len(batch.block_tables) != rows:
+        if not few or longest < _SPLIT_FROM or batch.num_seqs != rows:
             return 0
         return 1 << (longest // SEGMENT).bit_length()
 
+    @property
+    def num_groups(self) -> int:
+        """Block tables that a sequence has."""
+        return self._layout.num_groups
+
     def check(self, batch: AttentionBatch) -> None:
         """Raises ValueError if a row would read or write where it must not."""
-        batch.check(self._layout.block_size, len(self._pool), self._cos.shape[-2])
+        batch.check(self._layout, len(self._pool), self._cos.shape[-2])
 
     def _check_activations(self, qkv: Tensor, out: Tensor, rows: int) -> None:
         spec = self._spec

@@ -44,7 +44,7 @@ def layer_plan(
             base + offsets.v,
             base + offsets.k_scales,
             base + offsets.v_scales,
-            layout.block_bytes,
+            layout.row_bytes,
             layout.block_size.bit_length() - 1,
             spec.num_q_heads,
             spec.num_kv_heads,

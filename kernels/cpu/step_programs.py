@@ -27,12 +27,11 @@ class Step:
     """The inputs of a step of `rows` rows, always in the same memory, and the program that reads them. `segments`: see
     `NumbaAttention.segments`."""
 
-    def __init__(self, rows: int, table_width: int, segments: int, compute: Compute) -> None:
+    def __init__(self, rows: int, groups: int, table_width: int, segments: int, compute: Compute) -> None:
         self.token_ids = torch.zeros(rows, dtype=torch.int32)
         each = torch.arange(rows + 1, dtype=torch.int32)
-        self.batch = AttentionBatch(
-            torch.zeros(rows, dtype=torch.int32), each[:-1], torch.zeros((rows, table_width), dtype=torch.int32), each
-        )
+        tables = torch.zeros((groups, rows, table_width), dtype=torch.int32)
+        self.batch = AttentionBatch(torch.zeros(rows, dtype=torch.int32), each[:-1], tables, each)
         self.batch.segments = segments
         with recording() as recorder:
             self.logits = compute(self.token_ids, self.batch)
@@ -43,7 +42,7 @@ class Step:
         """Its inputs become these."""
         self.token_ids.copy_(token_ids)
         self.batch.positions[:] = batch.positions
-        self.batch.block_tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+        self.batch.block_tables[:, :, : batch.table_width] = batch.block_tables
         self.batch.nonfinite_rows.fill(False)
 
     def run(self, token_ids: Tensor, batch: AttentionBatch, workers: int) -> None:
@@ -58,11 +57,13 @@ class StepPrograms:
 
     check: raises ValueError for a batch whose rows would read or write where they must not.
     segments: of `NumbaAttention`; steps that split contexts otherwise are other programs.
+    groups: block tables that a sequence has.
     table_width: blocks of the longest context.
     """
 
     check: Callable[[AttentionBatch], None]
     segments: Callable[[AttentionBatch], int]
+    groups: int
     table_width: int
     replays: int = 0
 
@@ -83,9 +84,9 @@ class StepPrograms:
     def takes(self, batch: AttentionBatch, num_logits: int) -> bool:
         """Whether this is a decode step: one row for each sequence, and the logits of all."""
         rows = batch.num_rows
-        if self._refused or not 0 < rows == num_logits == len(batch.block_tables) or rows > ROW_TILE:
+        if self._refused or not 0 < rows == num_logits == batch.num_seqs or rows > ROW_TILE:
             return False
-        return batch.block_tables.shape[1] <= self.table_width
+        return batch.table_width <= self.table_width
 
     def key_of(self, batch: AttentionBatch) -> tuple[int, int]:
         """By which a program is found: rows, and segments of their contexts."""
@@ -99,7 +100,7 @@ class StepPrograms:
         if step is None:
             try:
                 rows, segments = key
-                step = self._steps[key] = Step(rows, self.table_width, segments, compute)
+                step = self._steps[key] = Step(rows, self.groups, self.table_width, segments, compute)
             except NotRecordableError as error:
                 self._refused = str(error)
                 log.warning("decode steps run call by call: %s", error)

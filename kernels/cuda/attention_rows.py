@@ -20,8 +20,8 @@ class AttentionRows:
     """int32 [N]."""
     row_seq: Tensor
     """int32 [N]."""
-    block_tables: Tensor
-    """int32 [S, max_blocks]."""
+    block_tables: tuple[Tensor, ...]
+    """int32 [S, max_blocks] of each group of layers."""
     nonfinite_rows: Tensor
     """uint8 [N], not 0 where a key or value was NaN or infinite."""
     queries: Tensor
@@ -46,7 +46,7 @@ def make_rows(
     tiles: Tensor | None = None,
     room: Tensor | None = None,
 ) -> AttentionRows:
-    """All tensors on the device where the kernels run.
+    """All tensors on the device where the kernels run; `block_tables`: int32 [groups, S, max_blocks].
 
     `room`: fp32 [workspace_floats(...)] at least, which batches that are attended one after another may share. None:
     memory of its own.
@@ -59,7 +59,7 @@ def make_rows(
     return AttentionRows(
         positions,
         row_seq,
-        block_tables,
+        block_tables.unbind(),
         nonfinite_rows,
         queries.view(rows, heads, dim),
         sums.view(rows, heads, most, dim),

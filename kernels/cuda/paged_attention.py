@@ -126,7 +126,12 @@ class CudaAttention:
 
     def check(self, batch: AttentionBatch) -> None:
         """Raises ValueError if a row would read or write outside its block table, the pool, or the RoPE tables."""
-        batch.check(self._layout.block_size, len(self._pool), min(self._positions, MAX_CONTEXT))
+        batch.check(self._layout, len(self._pool), min(self._positions, MAX_CONTEXT))
+
+    @property
+    def num_groups(self) -> int:
+        """Block tables that a sequence has."""
+        return self._layout.num_groups
 
     def blocks_of(self, context: int) -> int:
         """Blocks that hold `context` tokens."""
@@ -235,5 +240,6 @@ class CudaAttention:
     def _places(self, layer: int, workspace: AttentionRows) -> tuple[Tensor | int, ...]:
         """Where the rows' blocks are and where `layer` lies in a block: the kernels' common parameters."""
         offsets = self._layout.layer_offsets(layer)
-        tables = workspace.block_tables, workspace.positions, workspace.row_seq
-        return *tables, workspace.block_tables.shape[1], self._layout.block_bytes, *offsets
+        table = workspace.block_tables[self._layout.group_of(layer)]
+        rows = workspace.positions, workspace.row_seq
+        return table, *rows, table.shape[1], self._layout.row_bytes, *offsets

@@ -49,14 +49,14 @@ class CudaStepBuffers:
 
     def __init__(self, attention: CudaAttention, device: str, rows: int, context: int, room: Tensor) -> None:
         self._attention, self._context = attention, context
-        width = attention.blocks_of(context)
+        groups, width = attention.num_groups, attention.blocks_of(context)
         flags = -(-rows // 4)
-        size = 2 * rows + flags + rows * width
+        size = 2 * rows + flags + groups * rows * width
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device != "cpu")
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
-        self._host_ids, self._host_positions, _, self._host_tables = _parts(self._staged, rows, flags)
+        self._host_ids, self._host_positions, _, self._host_tables = _parts(self._staged, rows, flags, groups)
         self._host_positions.fill_(PADDING)
-        self.token_ids, positions, nonfinite, tables = _parts(self._inputs, rows, flags)
+        self.token_ids, positions, nonfinite, tables = _parts(self._inputs, rows, flags, groups)
         self._inputs.copy_(self._staged)
         each = np.arange(rows + 1)
         self.attention = AttentionBatch(self._host_positions, each[:-1], self._host_tables, each)
@@ -73,10 +73,10 @@ class CudaStepBuffers:
 
     def fill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
         """See `StepBuffers.fill`. The copy also clears the flags of rows that are not finite."""
-        rows, tables = batch.num_rows, batch.block_tables[:, : self._host_tables.shape[1]]
-        if not len(token_ids) == rows == len(tables) <= len(self.token_ids):
+        rows, tables = batch.num_rows, batch.block_tables[:, :, : self._host_tables.shape[2]]
+        if not len(token_ids) == rows == batch.num_seqs <= len(self.token_ids):
             raise ValueError(
-                f"{len(token_ids)} tokens in {rows} rows of {len(tables)} sequences do not fit a step of "
+                f"{len(token_ids)} tokens in {rows} rows of {batch.num_seqs} sequences do not fit a step of "
                 f"{len(self.token_ids)} rows"
             )
         if rows and int(batch.positions.max()) >= self._context:
@@ -86,11 +86,11 @@ class CudaStepBuffers:
         self._host_positions.fill_(PADDING)
         self._host_ids[:rows] = token_ids
         self._host_positions[:rows] = torch.from_numpy(batch.positions)
-        self._host_tables[:rows, : tables.shape[1]] = torch.from_numpy(tables)
+        self._host_tables[:, :rows, : tables.shape[2]] = torch.from_numpy(tables)
         self._inputs.copy_(self._staged, non_blocking=True)
 
 
-def _parts(ints: Tensor, rows: int, flags: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Token ids [rows], positions [rows], flags, block tables [rows, blocks]."""
+def _parts(ints: Tensor, rows: int, flags: int, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids [rows], positions [rows], flags, block tables [groups, rows, blocks]."""
     ids, positions, nonfinite, tables = ints.tensor_split((rows, 2 * rows, 2 * rows + flags))
-    return ids, positions, nonfinite, tables.view(rows, -1)
+    return ids, positions, nonfinite, tables.view(groups, rows, -1)

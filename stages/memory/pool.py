@@ -1,4 +1,4 @@
-"""The paged KV pool: one uint8 tensor, a block is one row of it."""
+"""The paged KV pool: one uint8 tensor, a block is a row of it for each group of layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepinfer.kernels import BlockLayout, KVFormat
 
 
 class KVPool:
-    """`data`: uint8 [num_blocks, block_bytes]; what the bytes of a row mean is the layout's business.
+    """`data`: uint8 [num_blocks * groups, row_bytes]; what the bytes of a row mean is the layout's business.
 
     The tensor belongs to decode. Prefill writes the blocks that a PrefillChunk names, offload copies the rows that a
     SwapOut or SwapIn names, each only while that message is out.
@@ -18,7 +18,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.layout = layout
         self.format = kv_format
-        self.data = torch.zeros((num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
+        self.data = torch.zeros((num_blocks * layout.num_groups, layout.row_bytes), dtype=torch.uint8, device=device)
 
     @property
     def bytes(self) -> int:

@@ -61,7 +61,7 @@ class StepGraphs:
     def takes(self, batch: AttentionBatch, num_logits: int) -> bool:
         """Whether this is a decode step within the limits: one row for each sequence, and the logits of all."""
         rows = batch.num_rows
-        if not 0 < rows == num_logits == len(batch.block_tables) or rows > self._max_rows:
+        if not 0 < rows == num_logits == batch.num_seqs or rows > self._max_rows:
             return False
         return int(batch.positions.max()) < self._max_context
 

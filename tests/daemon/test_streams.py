@@ -59,7 +59,7 @@ class Accesses:
     def spans(self, spans) -> None:
         for span in spans:
             end = span.start + span.count
-            table = span.request.table
+            table = span.request.table[0]
             self.touch(table[: -(-end // BLOCK_SIZE)], writes=False)
             self.touch(table[span.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)], writes=True)
 

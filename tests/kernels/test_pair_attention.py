@@ -41,7 +41,7 @@ class Rounded(ReferenceAttention):
         spec, window = self._spec, self._spec.windows[layer]
         end = int(batch.positions[row]) + 1
         start = max(0, end - window) if window else 0
-        table = torch.from_numpy(batch.block_tables[batch.row_seq[row]]).long()
+        table = torch.from_numpy(batch.block_tables[0, batch.row_seq[row]]).long()
         # Gathered without scales: those of int8 come in where the kernel multiplies them.
         k, v = (self._gather(layer, side, table, start, end) for side in (0, 1))
         k_scale, v_scale = (self._scale_of(layer, side, table, start, end) for side in (0, 1))

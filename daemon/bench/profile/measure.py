@@ -36,7 +36,7 @@ class Passes:
             ModelRunner(host.executor, sampler, lane), ModelRunner(host.prefill_executor, sampler, lane)
         )
         made = host.ops.step_programs(host.attention, blocks_for(host.max_context, BLOCK_SIZE))
-        self._programs = None if made is None else TimedSteps(made.check, made.segments, made.table_width)
+        self._programs = None if made is None else TimedSteps(made.check, made.segments, made.groups, made.table_width)
         model = labelled_model(host.model, self._notes)
         attention: Any = LabelledAttention(host.attention, host.model, host.pool.layout, self._notes)
         noted: Any = _NotedSampler(sampler, self._notes)
@@ -45,8 +45,9 @@ class Passes:
             ModelRunner(Executor(model, attention, kept_rows=0), noted, lane),
         )
         self._synchronize = host.ops.synchronize
-        self._steps = {rows: _decode_spans(rows, bench.position) for rows in bench.rows}
-        self._prompts = {rows: [Span(_request(rows, 0), 0, rows, True)] for rows in bench.chunks}
+        groups = host.pool.layout.num_groups
+        self._steps = {rows: _decode_spans(rows, bench.position, groups) for rows in bench.rows}
+        self._prompts = {rows: [Span(_request(rows, 0, groups), 0, rows, True)] for rows in bench.chunks}
         self._marks: dict[int, list[Mark]] = {}
         for rows in bench.rows:
             self.step(rows)
@@ -102,16 +103,15 @@ class _NotedSampler:
         return self._notes.note(SAMPLING, tensors_cost, self._sampler.sample, (logits, rows), {})
 
 
-def _request(tokens: int, first_block: int) -> Request:
+def _request(tokens: int, first_block: int, groups: int) -> Request:
     """Of `tokens` known ones, in blocks of its own."""
     submit = Submit(rid=first_block, prompt=bytes(4 * tokens), params=SamplingParams(max_new_tokens=1))
-    request = Request(submit, blocks_for(tokens + 1, BLOCK_SIZE))
-    request.num_blocks = len(request.table)
-    request.table[:] = range(first_block, first_block + request.num_blocks)
+    request = Request(submit, blocks_for(tokens + 1, BLOCK_SIZE), groups=groups)
+    request.occupy(first_block)
     return request
 
 
-def _decode_spans(rows: int, position: int) -> list[Span]:
+def _decode_spans(rows: int, position: int, groups: int) -> list[Span]:
     """A row each, at `position`: the pool is zero behind it, which takes as long as any other content."""
     blocks = blocks_for(position + 2, BLOCK_SIZE)
-    return [Span(_request(position + 1, row * blocks), position, 1, True) for row in range(rows)]
+    return [Span(_request(position + 1, row * blocks, groups), position, 1, True) for row in range(rows)]

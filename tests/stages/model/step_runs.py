@@ -18,10 +18,10 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS, MAX_CONTEXT, SMALLEST = 8, 32, 5, 40, 8
 class Side:
     """One executor with a pool of its own, with graphs or programs if asked. What nobody has stored is NaN."""
 
-    def __init__(self, model, fmt, graphs):
+    def __init__(self, model, fmt, graphs, groups=()):
         config, pair = model.config, resolve_kv_format(fmt)
-        layout = pair.layout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE)
-        self.pool = torch.full((NUM_BLOCKS, layout.block_bytes), 0xFF, dtype=torch.uint8)
+        layout = pair.layout(config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, groups)
+        self.pool = torch.full((NUM_BLOCKS * layout.num_groups, layout.row_bytes), 0xFF, dtype=torch.uint8)
         attention = model.ops.attention(
             "auto", model.attention_spec(), layout, pair, self.pool, *model.rope_tables(MAX_CONTEXT), True
         )
@@ -37,11 +37,12 @@ class Side:
 
 
 class Sequences:
-    """Tokens and block tables, which change between steps as they do in the engine."""
+    """Tokens and block tables, which change between steps as they do in the engine. A table has a row of the pool for
+    each group, block after block."""
 
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.free = list(range(NUM_BLOCKS))
+    def __init__(self, seed, groups=1):
+        self.random, self.groups = random.Random(seed), groups
+        self.free = list(range(groups * NUM_BLOCKS))
         self.random.shuffle(self.free)
         self.tokens, self.tables = {}, {}
 
@@ -52,7 +53,7 @@ class Sequences:
         return name
 
     def grow(self, name):
-        while len(self.tables[name]) * BLOCK_SIZE < len(self.tokens[name]):
+        while len(self.tables[name]) < self.groups * -(-len(self.tokens[name]) // BLOCK_SIZE):
             self.tables[name].append(self.free.pop())
 
     def end(self, name):
@@ -71,9 +72,11 @@ class Sequences:
     def batch(self, spans):
         """`spans`: (name, first token, end)."""
         sizes = [end - first for _, first, end in spans]
-        tables = np.zeros((len(spans), max(len(self.tables[name]) for name, *_ in spans)), dtype=np.int32)
-        for row, (name, *_) in zip(tables, spans, strict=True):
-            row[: len(self.tables[name])] = self.tables[name]
+        width = max(len(self.tables[name]) for name, *_ in spans) // self.groups
+        tables = np.zeros((self.groups, len(spans), width), dtype=np.int32)
+        for row, (name, *_) in enumerate(spans):
+            table = np.array(self.tables[name]).reshape(-1, self.groups).T
+            tables[:, row, : table.shape[1]] = table
         attention = AttentionBatch(
             np.concatenate([np.arange(first, end) for _, first, end in spans]),
             np.repeat(np.arange(len(spans)), sizes),
@@ -84,10 +87,10 @@ class Sequences:
         return ForwardBatch(torch.from_numpy(ids), attention, torch.from_numpy(np.cumsum(sizes) - 1))
 
 
-def random_run(model, fmt, seed, steps=30):
+def random_run(model, fmt, seed, steps=30, groups=()):
     """Runs both ways of computing. The graphs, and whether logits, flags and pools were the same at every step."""
-    plain, graphed = sides = Side(model, fmt, graphs=False), Side(model, fmt, graphs=True)
-    sequences = Sequences(seed)
+    plain, graphed = sides = Side(model, fmt, graphs=False, groups=groups), Side(model, fmt, graphs=True, groups=groups)
+    sequences = Sequences(seed, len(groups) or 1)
     choose = sequences.random
 
     def accept(spans, logits):

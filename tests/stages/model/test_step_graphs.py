@@ -34,6 +34,12 @@ def test_replayed_steps_are_bit_equal_to_computed_ones_in_logits_and_in_the_pool
     assert graphs.replays >= 10
 
 
+def test_layers_in_groups_are_replayed_from_tables_of_their_own(model):
+    same, graphs = random_run(model, "int8", seed=3, groups=((1,), (0,)))
+    assert same
+    assert graphs.replays >= 3
+
+
 def test_columns_in_act_order_are_part_of_the_captured_step(tmp_path):
     sizes = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_hidden_layers": 2}
     checkpoint = open_checkpoint(act_order(tiny_model("llama", **sizes), tmp_path).write())
@@ -71,7 +77,12 @@ def test_every_input_that_a_replay_does_not_get_shows(model, monkeypatch, part):
 
     def all_but_one(self, token_ids, batch):
         workspace = self.attention.workspace
-        memory = self.token_ids if part == "token_ids" else getattr(workspace, part)
+        memories = {
+            "token_ids": self.token_ids,
+            "positions": workspace.positions,
+            "block_tables": workspace.block_tables[0],
+        }
+        memory = memories[part]
         before = memory.clone()
         fill(self, token_ids, batch)
         memory.copy_(before)

@@ -62,6 +62,12 @@ def test_what_a_family_has_beside_llama_is_part_of_the_recorded_step(tmp_path, f
     assert programs.replays >= 5
 
 
+def test_layers_in_groups_are_replayed_from_tables_of_their_own(model):
+    same, programs = random_run(model, "int8", seed=3, steps=20, groups=((1,), (0,)))
+    assert same
+    assert programs.replays >= 10
+
+
 def test_columns_in_act_order_are_part_of_the_recorded_step(tmp_path):
     sizes = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
     checkpoint = open_checkpoint(act_order(tiny_model("llama", **sizes), tmp_path).write())
@@ -176,7 +182,7 @@ def test_a_recorded_step_reads_the_embeddings_of_the_tokens_that_it_is_given(sca
     if scale != 1.0:
         embedding = ScaledEmbedding(embedding, scale)
     ops = open_device("cpu")
-    step = Step(2, 1, 0, lambda ids, batch: ops.embed(embedding, ids))
+    step = Step(2, 1, 1, 0, lambda ids, batch: ops.embed(embedding, ids))
     for ids in ([5, 63], [0, 5]):
         given = torch.tensor(ids, dtype=torch.int32)
         step.run(given, AttentionBatch([0, 0], [0, 1], [[0], [0]], [0, 1, 2]), 1)
