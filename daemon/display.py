@@ -130,6 +130,7 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"{engine['num_blocks']:,} blocks of {engine['block_size']} tokens = {engine['token_capacity']:,} tokens "
             f"({engine['pool_reason']})",
         ),
+        *sliding_layers(engine["layer_groups"]),
         (
             "memory",
             f"weights {mib(engine['weight_bytes'])}, pool {mib(engine['pool_bytes'])}, "
@@ -140,6 +141,15 @@ def summary_rows(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("endpoint", str(status["endpoint"])),
         *((name.replace("_", " "), status[name]) for name in WATCHED_BY if name in status),
     ]
+
+
+def sliding_layers(groups: dict[str, int]) -> list[tuple[str, str]]:
+    """What `LayerGroups.describe` said, as rows of a table; none for a model without windows."""
+    if not groups["window"]:
+        return []
+    unused = f"; room for {groups['padding_layers']} layers is unused" if groups["padding_layers"] else ""
+    rows = f"{groups['sliding_rows']} of the {groups['rows_per_block']} rows of a block"
+    return [("sliding layers", f"they keep {groups['window']:,} tokens of a context that decodes, {rows}{unused}")]
 
 
 def _files(checkpoint: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ class EngineHost:
         checkpoint = open_checkpoint(resolve_model(config.model))
         target = target_of(self.ops)
         demand = demand_of(checkpoint, config, target)
-        self.kv_format, layout = demand.kv_format, demand.layout
+        self.kv_format, self.layer_groups, layout = demand.kv_format, demand.groups, demand.layout
         self._refuse_what_cannot_run(demand.model, demand.dtype, layout)
         self.plan = plan_memory(config, demand, target)
         self.max_context = self.plan.context
@@ -171,7 +171,7 @@ class EngineHost:
         prefill_runner = ModelRunner(self.prefill_executor, sampler, self.lanes.prefill, record.prefill)
         can_swap = self.arena.num_rows > 0
         residency = Residency(
-            BlockLedger(self.plan.num_blocks, PrefixTree() if config.prefix_cache else None),
+            BlockLedger(len(self.pool.data), PrefixTree() if config.prefix_cache else None, self.layer_groups.kinds),
             config.block_size,
             ResidencyConfig(
                 max_running=config.max_running,
@@ -181,7 +181,7 @@ class EngineHost:
                 offload_unit=config.offload_unit,
                 quantum=config.residency_quantum,
                 max_parks=config.max_parks,
-                window=self.model.config.widest_window,
+                window=self.layer_groups.window,
                 swap=can_swap,
                 recompute=config.preemption != "swap-only",
             ),
@@ -286,6 +286,7 @@ class EngineHost:
             "block_size": self.config.block_size,
             "num_blocks": self.plan.num_blocks,
             "block_bytes": self.plan.block_bytes,
+            "layer_groups": self.layer_groups.describe(),
             "pool_reason": self.plan.reason,
             "token_capacity": self.plan.token_capacity,
             "context": self.max_context,

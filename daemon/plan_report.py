@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
-from deepinfer.daemon.display import wide_console
+from deepinfer.daemon.display import sliding_layers, wide_console
 from deepinfer.daemon.planner import (
     Demand,
     MemoryPlan,
@@ -37,6 +37,8 @@ class Capacity(NamedTuple):
     tokens: int
     context: int
     """Longest request, prompt and answer."""
+    decoding_tokens: int
+    """Of such requests while they decode, as many as there is room for at once: sliding layers keep what they see."""
 
 
 def capacity_of(name: str, checkpoint: Checkpoint, config: EngineConfig, target: Target) -> Capacity:
@@ -45,7 +47,9 @@ def capacity_of(name: str, checkpoint: Checkpoint, config: EngineConfig, target:
     context = largest_context(wish, demand, target)
     blocks = pool_limit(wish, demand, target, context)
     size, block_bytes = demand.layout.block_size, demand.layout.block_bytes
-    return Capacity(demand.kv_format.name, block_bytes, blocks, blocks * size, context)
+    rows = blocks * demand.groups.rows_per_block
+    decoding = rows * context // max(1, demand.groups.decoding_rows(context - 1, size)) if blocks else 0
+    return Capacity(demand.kv_format.name, block_bytes, blocks, blocks * size, context, decoding)
 
 
 def show_plan(config: EngineConfig, memory: int | None, as_json: bool) -> None:
@@ -86,6 +90,7 @@ def _as_json(config: EngineConfig, plan: MemoryPlan, demand: Demand, capacities:
         **plan.sizes(),
         "num_blocks": plan.num_blocks,
         "block_bytes": plan.block_bytes,
+        "layer_groups": demand.groups.describe(),
         "token_capacity": plan.token_capacity,
         "context": plan.context,
         "reason": plan.reason,
@@ -108,6 +113,7 @@ def _print(config: EngineConfig, plan: MemoryPlan, demand: Demand, capacities: l
             f"{mib(plan.pool)} ({demand.kv_format.name}: {plan.num_blocks:,} blocks = {plan.token_capacity:,} tokens; "
             f"{plan.reason})",
         ),
+        *sliding_layers(demand.groups.describe()),
         ("swapped requests", f"{mib(plan.arena)} {place}".rstrip()),
         ("margin", mib(plan.margin)),
         ("needed", mib(plan.needed)),
@@ -119,8 +125,11 @@ def _print(config: EngineConfig, plan: MemoryPlan, demand: Demand, capacities: l
     console.print(table, highlight=False, markup=False)
     console.print("\nIf the pool had all that the rest leaves:", highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("KV format", "block", "blocks", "tokens", "longest request"):
+    headings = ["KV format", "block", "blocks", "tokens", "longest request"]
+    if demand.groups.window:
+        headings.append("tokens while decoding")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "KV format" else "right")
     for entry in capacities:
-        table.add_row(entry.kv_format, *(f"{number:,}" for number in entry[1:]))
+        table.add_row(entry.kv_format, *(f"{number:,}" for number in entry[1 : len(headings)]))
     console.print(table, highlight=False, markup=False)

@@ -9,6 +9,7 @@ from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.target import Target
 from deepinfer.kernels import BlockLayout, KVFormat, packed_linear, resolve_kv_format
 from deepinfer.stages.memory.entries import idle_chunks
+from deepinfer.stages.memory.layer_groups import LayerGroups, group_layers
 from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import EMBEDDING, ModelConfig
@@ -40,6 +41,7 @@ class Demand(NamedTuple):
     """Bytes."""
     layout: BlockLayout
     kv_format: KVFormat
+    groups: LayerGroups
 
 
 class MemoryPlan(NamedTuple):
@@ -94,8 +96,9 @@ def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> D
     if model.tie_word_embeddings and _keeps_table_twice(checkpoint, config, target):
         weights += model.vocab_size * model.hidden_size * (2 if _dense_table(checkpoint) else 1)
     kv_format = format_of(config.kv_cache_dtype, dtype)
-    layout = kv_format.layout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size)
-    return Demand(model, dtype, weights, layout, kv_format)
+    groups = group_layers(model.windows)
+    sizes = model.num_layers, model.num_kv_heads, model.head_dim, config.block_size
+    return Demand(model, dtype, weights, kv_format.layout(*sizes, groups.groups), kv_format, groups)
 
 
 def check_w4_activations(wish: str, model: str, dtype: str, checkpoint: Checkpoint) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+import numpy as np
 
 from deepinfer.stages.memory.residency import Residency
 from deepinfer.stages.request import Request
@@ -24,15 +26,11 @@ class BlockTables:
     def refresh(self, rid: int) -> None:
         """Before the request is computed."""
         request = self._requests[rid]
-        if request.num_blocks != self._ledger.covered(rid):
-            blocks = self._ledger.blocks(rid)
+        length = self._ledger.length(rid)
+        if request.num_blocks != length:
             # Places that are past: no row looks there, but every id must be one.
-            request.table[:, : len(blocks)] = [max(block, 0) for block in blocks]
-            request.num_blocks = len(blocks)
-
-    def blocks_at(self, rid: int, places: Sequence[int]) -> list[int]:
-        table = self._ledger.blocks(rid)
-        return [table[place] for place in places]
+            np.maximum(self._ledger.tables(rid), 0, out=request.table[:, :length])
+            request.num_blocks = length
 
     def register_filled(self, rid: int) -> None:
         """Tell the prefix tree of blocks that have become full, after the step or chunk that filled them. Where it

@@ -89,7 +89,7 @@ class DecodeStage(Stage):
         self._draining = False
         self._last_snapshot = 0.0
         self.counters = EngineCounters()
-        self._transfers = Transfers(self.counters, pool.layout.block_bytes)
+        self._transfers = Transfers(self.counters, pool.layout.row_bytes)
         self._news = News(partial(self.send, "admission"), requests, self.counters, eos_token_ids)
         self.on(Submit, self._on_submit)
         self.on(Cancel, self._on_cancel)
@@ -254,11 +254,11 @@ class DecodeStage(Stage):
                 self._residency.stop_swapping()
         for rid in moves.swap_out:
             self._tables.outdated(rid)
-            blocks = self._tables.blocks_at(rid, self._residency.entries[rid].leaving)
+            blocks = self._ledger.rows_at(rid, self._residency.entries[rid].leaving)
             self.send("offload", SwapOut(rid=rid, blocks=blocks))
         for rid in moves.swap_in:
             self._transfers.returning(rid, self._chunk_out)
-            blocks = self._tables.blocks_at(rid, self._residency.entries[rid].away)
+            blocks = self._ledger.rows_at(rid, self._residency.entries[rid].away)
             self.send("offload", SwapIn(rid=rid, blocks=blocks))
         for rid in moves.admitted:
             self._news.admitted(rid, self._residency.entries[rid])

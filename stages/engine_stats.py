@@ -16,7 +16,7 @@ def engine_stats(counters: EngineCounters, residency: Residency, executor: Execu
     for entry in residency.entries.values():
         states[entry.state.value] += 1
     kv_counts = executor.attention.kv_counts()
-    graphs = executor.graphs
+    graphs, ledger = executor.graphs, residency.ledger
     return {
         **counters.as_dict(),
         "kv_saturated_total": sum(saturated for saturated, _ in kv_counts),
@@ -25,8 +25,8 @@ def engine_stats(counters: EngineCounters, residency: Residency, executor: Execu
         "cuda_graphs_captured_total": 0 if graphs is None else len(graphs.captured),
         "cuda_graph_replays_total": 0 if graphs is None else graphs.replays,
         "states": states,
-        "num_blocks": residency.ledger.num_blocks,
-        "free_blocks": residency.ledger.available,
-        "cached_blocks": residency.ledger.idle,
+        "num_blocks": ledger.num_rows // ledger.rows_per_block,
+        "free_blocks": ledger.available // ledger.rows_per_block,
+        "cached_blocks": ledger.idle // ledger.rows_per_block,
         "swapped_requests": states["swapped"],
     }

@@ -206,8 +206,8 @@ class ChunkDone(Message, frozen=True, tag="chunk_done"):
 
 
 class SwapOut(Message, frozen=True, tag="swap_out"):
-    """Copy these blocks out, behind what is out of the same request already. Decode keeps them untouched until the
-    answer, then frees them."""
+    """Copy these rows of the pool out, behind what is out of the same request already. Decode keeps them untouched
+    until the answer, then frees them."""
 
     rid: int
     blocks: list[int]
@@ -226,7 +226,7 @@ class SwapOutDone(Message, frozen=True, tag="swap_out_done"):
 
 
 class SwapIn(Message, frozen=True, tag="swap_in"):
-    """Copy the payload back into these blocks, in the order in which it went; it is dropped when it has arrived."""
+    """Copy the payload back into these rows, in the order in which it went; it is dropped when it has arrived."""
 
     rid: int
     blocks: list[int]

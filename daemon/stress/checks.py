@@ -77,7 +77,7 @@ def engine_checks(engine: Engine, copies: StressCopies, reserved_rows: int, fini
     _settle(engine, reserved_rows)
     left = [f"request {rid} is still {entry.state.value}" for rid, entry in host.residency.entries.items()]
     left += [f"the record of request {rid} is still there" for rid in host.requests]
-    free, total = host.residency.ledger.available, host.plan.num_blocks
+    free, total = host.residency.ledger.available, host.residency.ledger.num_rows
     held = arena.used_bytes - reserved_rows * arena.row_bytes
     budget = (arena.num_rows - reserved_rows) * arena.row_bytes
     touched = len(copies.host_rows) * arena.row_bytes

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from deepinfer.stages.memory.entries import IN_TRANSFER, RUNNING, Entry, State
-from deepinfer.stages.memory.ledger import BlockLedger
-from deepinfer.stages.memory.sizes import blocks_for
+from deepinfer.stages.memory.ledger import NO_MATCH, BlockLedger, Match
+from deepinfer.stages.memory.sizes import blocks_for, first_seen
 
 
 class Book:
-    """Owned by the policy, which changes it. Methods only look, and count blocks unless they say otherwise."""
+    """Owned by the policy, which changes it. Methods only look. What somebody needs or gives is counted in rows of the
+    pool; a block of a context takes a row for each group of layers."""
 
-    def __init__(self, ledger: BlockLedger, block_size: int, max_parks: int) -> None:
+    def __init__(self, ledger: BlockLedger, block_size: int, window: int, max_parks: int) -> None:
         self.ledger = ledger
         self.block_size = block_size
         self.entries: dict[int, Entry] = {}
@@ -18,6 +19,7 @@ class Book:
         """Forks that wait for the prompt of this request."""
         self.claimant: int | None = None
         """The one for whom others are moving out: what they leave is its, not theirs."""
+        self._window = window
         self._max_parks = max_parks
 
     # --- who is where -----------------------------------------------------------------------------------------
@@ -50,8 +52,13 @@ class Book:
 
     # --- who needs what ---------------------------------------------------------------------------------------
 
+    def first_seen(self, cached: int) -> int:
+        """The first block that is read for the token after `cached` stored ones, or for any later one, by layers that
+        slide."""
+        return first_seen(cached, self._window, self.block_size)
+
     def wanted(self, entry: Entry) -> int:
-        """What a request needs to come in: what it has stored or must store, and its next token.
+        """Blocks that a request needs to come in: what it has stored or must store, and its next token.
 
         After `max_parks` preemptions it is everything it may ever need: from then on it never asks again.
         """
@@ -60,35 +67,37 @@ class Book:
         stored = entry.length if entry.state is State.WAITING else max(entry.cached, entry.target)
         return blocks_for(min(stored + 1, entry.total), self.block_size)
 
-    def known(self, entry: Entry) -> list[int]:
-        """Filled blocks that a request which has nothing stored can begin with. At least one token is left to compute:
-        somebody must produce the logits. (A swapped one comes back with blocks of its own.)"""
+    def known(self, entry: Entry) -> Match:
+        """What a request which has nothing stored can begin with. At least one token is left to compute: somebody must
+        produce the logits. (A swapped one comes back with blocks of its own.)"""
         if entry.state is not State.WAITING or self.ledger.tree is None:
-            return []
-        return self.ledger.tree.match(entry.keys[: (entry.length - 1) // self.block_size])
+            return NO_MATCH
+        keys = entry.keys[: (entry.length - 1) // self.block_size]
+        return self.ledger.match(keys, lambda blocks: self.first_seen(blocks * self.block_size))
 
     def cost(self, entry: Entry) -> int:
-        """Available blocks that bringing it in uses up: blocks that others hold already cost nothing."""
+        """Available rows that bringing it in uses up: those that others hold already cost nothing."""
         known = self.known(entry)
-        has = entry.past + self.ledger.held(entry.rid)
-        return self.wanted(entry) - has - len(known) + self.ledger.idle_among(known)
+        past = known.past if entry.state is State.WAITING else entry.past
+        return self.ledger.rows_of(self.wanted(entry), past) - self.ledger.held(entry.rid) - self.ledger.saved(known)
+
+    def needed(self, entry: Entry) -> int:
+        """Blocks of a decoding request and its next token."""
+        return blocks_for(entry.cached + 1, self.block_size)
 
     def growth(self, entry: Entry) -> int:
-        """Blocks that a decoding request lacks for its next token: a further one, or its own copy of the last one."""
-        if self.shares_next(entry):
-            return 1
-        return max(0, blocks_for(entry.cached + 1, self.block_size) - self.ledger.covered(entry.rid))
+        """Rows that a decoding request lacks for its next token: those of a further block, or its own copies of the
+        last one, where forks share that. (Full blocks are never written to.)"""
+        missing = max(0, self.needed(entry) - self.ledger.length(entry.rid))
+        shared = self.ledger.shared_rows(entry.rid, entry.cached // self.block_size)
+        return shared + missing * self.ledger.rows_per_block
 
     def growth_demand(self) -> int:
         return sum(self.growth(entry) for entry in self.in_state(State.DECODE))
 
-    def shares_next(self, entry: Entry) -> bool:
-        """Whether forks share the block that its next token belongs in. Full blocks are never written to."""
-        return self.ledger.is_shared(entry.rid, entry.cached // self.block_size)
-
     def stored(self, entry: Entry) -> range:
         """Places in its table of the blocks that hold something which will be looked at again."""
-        return range(entry.past, blocks_for(entry.cached, self.block_size))
+        return range(entry.past if self.ledger.all_slide else 0, blocks_for(entry.cached, self.block_size))
 
     def leaves_wholly(self, entry: Entry) -> bool:
         return len(entry.away) + len(entry.leaving) == len(self.stored(entry))
@@ -96,6 +105,8 @@ class Book:
     def arriving(self) -> int:
         """What swaps under way will free."""
         return sum(
-            self.ledger.exclusive(entry.rid) if entry.ended or self.leaves_wholly(entry) else len(entry.leaving)
+            self.ledger.exclusive(entry.rid)
+            if entry.ended or self.leaves_wholly(entry)
+            else len(self.ledger.rows_at(entry.rid, entry.leaving))
             for entry in self.leaving()
         )

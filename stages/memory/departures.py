@@ -106,7 +106,7 @@ class Departures:
             moves.exhausted.append(stalled[-1].rid)
 
     def start_swap_out(self, victim: Entry, moves: Moves, short: int | None = None) -> int:
-        """Move out what frees `short` blocks, or everything. Returns how many that frees."""
+        """Move out what frees `short` rows, or everything. Returns how many that frees."""
         freed = self.choose_leaving(victim, short)
         if victim.state is not State.SWAPPED:
             victim.state_before_swap = victim.state
@@ -117,15 +117,18 @@ class Departures:
     def choose_leaving(self, victim: Entry, short: int | None) -> int:
         """The earliest full blocks that no other request holds; everything when they are too few, and when a prompt is
         not computed yet: what it has not filled would only lie there."""
-        held = self._ledger.exclusive_indices(victim.rid)
-        cold = [index for index in held if index < victim.cached // self._book.block_size]
-        in_part = self._config.offload_unit == "block" and victim.cached >= victim.target
-        if in_part and short is not None and short <= len(cold) and short < len(held):
-            victim.leaving = cold[:short]
-            return short
+        held, freed = self._ledger.exclusive(victim.rid), 0
+        if self._config.offload_unit == "block" and victim.cached >= victim.target and short is not None:
+            for place, rows in self._ledger.exclusive_places(victim.rid).items():
+                if freed >= short or place >= victim.cached // self._book.block_size:
+                    break
+                victim.leaving.append(place)
+                freed += rows
+            if short <= freed < held:
+                return freed
         away = set(victim.away)
         victim.leaving = [place for place in self._book.stored(victim) if place not in away]
-        return len(held)
+        return held
 
     def recompute(self, entry: Entry) -> None:
         self._ledger.release(entry.rid)

@@ -46,7 +46,7 @@ class Entry:
     cached: int = 0
     """Tokens whose keys and values are stored, or were while somebody could see them."""
     past: int = 0
-    """Blocks at the beginning of its context that it let go of: no layer's window reaches them."""
+    """Blocks at the beginning of its context that no window reaches: it let go of what sliding layers have there."""
     leaving: list[int] = field(default_factory=list)
     """In SWAPPING_OUT: places in its table of the blocks that are being copied."""
     away: list[int] = field(default_factory=list)
@@ -99,10 +99,11 @@ class ResidencyConfig:
     offload_unit: str = "request"
     """request: a victim moves out as a whole. block: as many of its blocks as are needed, the earliest ones first."""
     watermark_blocks: int = 1
-    """Kept free beside a resumed request while others run, so that the next token does not push it out again."""
+    """Of all layers. Kept free beside a resumed request while others run, so that the next token does not push it out
+    again."""
     swap: bool = True
     window: int = 0
-    """Tokens that the layer with the widest window sees; 0 if any layer sees everything."""
+    """Tokens that the layer with the widest window sees, of those that have one; 0 if none has."""
     recompute: bool = True
     """Without room on the host, drop a victim's blocks and compute them again later."""
 
@@ -125,6 +126,7 @@ class OwnCopy(NamedTuple):
     rid: int
     source: int
     destination: int
+    """Rows of the pool."""
 
 
 class Moves(NamedTuple):

@@ -1,44 +1,55 @@
-"""Who holds which block of the KV pool. Pure integers: no tensor is seen here."""
+"""Who holds which rows of the KV pool. Pure integers: no tensor is seen here."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import numpy as np
-
+from deepinfer.stages.memory.kind_tables import Kind, KindTables
 from deepinfer.stages.memory.prefix import PrefixTree
-
-HOLE, PAST = -1, -2
-"""In a table: this block is on the host; this one is not needed any more, because every layer's window has left it."""
 
 
 class LedgerError(RuntimeError):
     """The books do not add up: a bug, never a user's mistake."""
 
 
-class BlockLedger:
-    """Hands out block ids and takes them back. Owned by the decode stage; no other thread calls it.
+class Match(NamedTuple):
+    """What the prefix trees know of a context."""
 
-    A block is free, or held by one or more requests, or idle: filled, known to the prefix tree, held by nobody, and
-    evicted when it is needed. The lowest free ids go out first, so that the blocks of one request tend to be neighbours
-    and a swap needs few copies. `release` is the only way back, whatever ended the residency, and doing it twice is
-    harmless.
+    blocks: int
+    """Of its beginning."""
+    past: int
+    """So many of them lie before what a window sees at their end."""
+    parts: tuple[list[int], ...]
+    """By kind, in context order; of those that slide without what is past."""
+
+
+NO_MATCH = Match(0, 0, ())
+
+
+class BlockLedger:
+    """Hands out rows and takes them back. Owned by the decode stage; no other thread calls it.
+
+    A row is free, or part of what one or more requests hold, or idle: filled, known to a prefix tree, held by nobody,
+    and evicted when it is needed. Every kind of layers has tables of its own; all take their rows from here, and a
+    context has the same places in all of them. The lowest free rows go out first, so that those of one request tend to
+    be neighbours and a swap needs few copies. `release` is the only way back, whatever ended the residency, and doing
+    it twice is harmless.
     """
 
-    def __init__(self, num_blocks: int, tree: PrefixTree | None = None) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}; a pool needs at least one block")
-        self.num_blocks = num_blocks
+    def __init__(self, num_rows: int, tree: PrefixTree | None = None, kinds: Sequence[Kind] = (Kind(),)) -> None:
+        """`tree`: of the first kind; the others get their own. None: nothing is shared."""
+        if num_rows < 1:
+            raise ValueError(f"num_rows is {num_rows}; a pool needs at least one row")
+        self.num_rows = num_rows
         self.tree = tree
-        """None: nothing is shared."""
-        self._free = list(range(num_blocks))
-        self._held: dict[int, list[int]] = {}
-        self._holes: dict[int, int] = {}
-        """How many of them a table has, if any."""
-        self._past: dict[int, int] = {}
-        """The same for places that are past."""
-        self._references = [0] * num_blocks
+        self._free = list(range(num_rows))
+        trees = [tree, *(None if tree is None else PrefixTree(tree.clock) for _ in kinds[1:])]
+        self.kinds = [KindTables(kind, num_rows, self._free, own) for kind, own in zip(kinds, trees, strict=True)]
+        self.rows_per_block = sum(kind.rows for kind in kinds)
+        self.all_slide = all(kind.slides for kind in kinds)
 
     @property
     def free(self) -> int:
@@ -46,189 +57,177 @@ class BlockLedger:
 
     @property
     def idle(self) -> int:
-        return 0 if self.tree is None else self.tree.num_idle
+        return sum(tables.idle_rows for tables in self.kinds)
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out: free ones and idle ones."""
+        """Rows that can be handed out: free ones and idle ones."""
         return len(self._free) + self.idle
 
     @property
     def used(self) -> int:
-        return self.num_blocks - self.available
-
-    def past(self, rid: int) -> int:
-        """Places at the beginning of its table that nobody will look at again."""
-        return self._past.get(rid, 0)
-
-    def covered(self, rid: int) -> int:
-        """Places of its table that need no block: it has one, or will not look there again."""
-        return self.held(rid) + self.past(rid)
+        return self.num_rows - self.available
 
     @property
     def holders(self) -> int:
-        """Requests that hold blocks."""
-        return len(self._held)
+        """Requests that have a table."""
+        return self.kinds[0].holders
+
+    def length(self, rid: int) -> int:
+        """Places of its tables, whatever is there."""
+        return self.kinds[0].length(rid)
 
     def held(self, rid: int) -> int:
-        return len(self._held.get(rid, ())) - self._holes.get(rid, 0) - self.past(rid)
+        return sum(tables.held_rows(rid) for tables in self.kinds)
 
     def exclusive(self, rid: int) -> int:
-        """Blocks that become available when `rid` lets go of them: those that no other request holds."""
-        return len(self.exclusive_indices(rid))
+        """Rows that become available when `rid` lets go of them: those that no other request holds."""
+        return sum(tables.exclusive_rows(rid) for tables in self.kinds)
 
-    def exclusive_indices(self, rid: int) -> list[int]:
-        """Their places in the table of `rid`, ascending."""
-        table = self._held.get(rid, ())
-        return [index for index, block in enumerate(table) if block >= 0 and self._references[block] == 1]
+    def exclusive_places(self, rid: int) -> dict[int, int]:
+        """Places of which it shares nothing, ascending, and how many rows it has there."""
+        by_kind = [(tables.kind.rows, tables.exclusive(rid)) for tables in self.kinds]
+        places = {}
+        for place in range(self.length(rid)):
+            if not any(exclusive[place] is False for _, exclusive in by_kind):
+                rows = sum(rows for rows, exclusive in by_kind if exclusive[place])
+                if rows:
+                    places[place] = rows
+        return places
 
-    def blocks(self, rid: int) -> list[int]:
-        """The block table of a request, in context order, with a HOLE for every block that was lifted out of it, and
-        PAST for those that it let go of because they are past. A copy: the ledger's own list never leaves it."""
-        return list(self._held.get(rid, ()))
+    def rows_of(self, blocks: int, past: int) -> int:
+        """Rows of so many blocks of a context, of which the first `past` are past."""
+        return sum(tables.kind.rows * (blocks - past * tables.kind.slides) for tables in self.kinds)
 
-    def block(self, rid: int, index: int) -> int:
-        return self._held[rid][index]
+    def tables(self, rid: int) -> list[list[int]]:
+        """For each group of layers the rows of a request in context order, with HOLE for what was lifted out of it, and
+        PAST for what it let go of because it is past. Copies."""
+        return [table for tables in self.kinds for table in tables.row_tables(rid)]
 
-    def grow(self, rid: int, count: int) -> list[int]:
-        """Append `count` blocks to the table of `rid` and return the new ones; idle blocks are evicted for them.
+    def rows_at(self, rid: int, places: Sequence[int]) -> list[int]:
+        """All rows that it has in these places, place after place."""
+        by_kind = [(tables, tables.parts(rid)) for tables in self.kinds]
+        return [row for place in places for tables, parts in by_kind for row in tables.rows_of(parts[place])]
+
+    # --- tables grow and shrink -------------------------------------------------------------------------------
+
+    def begin(self, rid: int, past: int, known: Match = NO_MATCH) -> None:
+        """Empty tables begin with places that are past, where windows slide, and with what the trees know."""
+        for tables, parts in zip(self.kinds, known.parts or [()] * len(self.kinds), strict=True):
+            tables.begin(rid, past, parts)
+
+    def fork(self, rid: int, fork: int, places: int, past: int) -> None:
+        """The tables of `fork` begin with the first places of those of `rid`, of which `past` are past."""
+        for tables in self.kinds:
+            tables.begin(fork, past, tables.parts(rid)[past if tables.kind.slides else 0 : places])
+
+    def grow(self, rid: int, length: int) -> list[int]:
+        """Make the tables of `rid` so many places long, if they are shorter, and return the new rows. Idle ones are
+        evicted for them.
 
         Raises LedgerError when fewer are available: the policy asks before it allocates.
         """
-        new = self._allocate(rid, count)
-        self._held.setdefault(rid, []).extend(new)
+        new: list[int] = []
+        for tables in self.kinds:
+            rows = self._allocate(rid, tables.kind.rows * max(0, length - tables.length(rid)))
+            tables.extend(rid, rows)
+            new += rows
         return new
 
-    def lift(self, rid: int, indices: Sequence[int]) -> None:
-        """Let go of these blocks of a table, and leave holes. The prefix tree forgets them and what follows them:
-        whoever holds a block of the tree must hold all before it."""
-        table = self._held[rid]
-        for index in indices:
-            block = table[index]
-            if self.tree is not None and block in self.tree:
-                for idle in self.tree.forget(block):
-                    heapq.heappush(self._free, idle)
-            table[index] = HOLE
-            self._let_go(block)
-        self._holes[rid] = self._holes.get(rid, 0) + len(indices)
+    def lift(self, rid: int, places: Sequence[int]) -> None:
+        """Let go of what is in these places, and leave holes. See `KindTables.lift`."""
+        for tables in self.kinds:
+            tables.lift(rid, places)
 
     def refill(self, rid: int) -> None:
-        """A new block for every hole. Raises LedgerError when fewer are available."""
-        new = iter(self._allocate(rid, self._holes.pop(rid, 0)))
-        table = self._held.get(rid, [])
-        table[:] = [next(new) if block == HOLE else block for block in table]
+        """New rows for every hole. Raises LedgerError when fewer are available."""
+        for tables in self.kinds:
+            tables.refill(rid, self._allocate(rid, tables.kind.rows * tables.holes(rid)))
 
-    def let_past(self, rid: int, until: int) -> int:
-        """Nobody will look at places before `until` of the table again: let go of their blocks, up to the first one
-        that others hold too. The tree forgets them and what follows them. Returns how many blocks that were."""
-        table, first = self._held[rid], self.past(rid)
-        place = first
-        while place < min(until, len(table)) and self._references[table[place]] == 1:
-            self.lift(rid, [place])
-            table[place] = PAST
-            place += 1
-        if place > first:
-            self._holes[rid] -= place - first
-            self._past[rid] = place
-        return place - first
-
-    def begin_past(self, rid: int, count: int) -> None:
-        """An empty table begins with `count` places that are past."""
-        if count:
-            self._held[rid] = [PAST] * count
-            self._past[rid] = count
+    def let_past(self, rid: int, until: int) -> None:
+        """The windows of `rid` have left the places before `until`: it lets go of what sliding layers have there."""
+        for tables in self.kinds:
+            if tables.kind.slides:
+                tables.let_past(rid, until)
 
     def _allocate(self, rid: int, count: int) -> list[int]:
         if count > self.available:
             raise LedgerError(f"request {rid} was given {count} blocks of {self.available} available ones")
-        while len(self._free) < count and self.tree is not None:
-            heapq.heappush(self._free, self.tree.evict())
-        new = [heapq.heappop(self._free) for _ in range(count)]
-        for block in new:
-            self._references[block] = 1
-        return new
+        while len(self._free) < count:
+            self._evict()
+        return [heapq.heappop(self._free) for _ in range(count)]
 
-    def share(self, rid: int, blocks: Sequence[int]) -> None:
-        """Begin the table of `rid` with blocks that the tree knows."""
-        table = self._held.setdefault(rid, [])
-        for block in blocks:
-            self._take(block)
-            table.append(block)
+    def _evict(self) -> None:
+        """What was used least recently, of all kinds."""
+        ages = {tables.tree.oldest(): tables for tables in self.kinds if tables.tree is not None}
+        ages[min(age for age in ages if age is not None)].evict()
 
-    def is_shared(self, rid: int, index: int) -> bool:
-        """Whether others hold block `index` of `rid` too; False where the table ends before it."""
-        table = self._held.get(rid, ())
-        return index < len(table) and self._references[table[index]] > 1
+    def shared_rows(self, rid: int, place: int) -> int:
+        """Rows that `rid` has there and others hold too; none where the tables end before it."""
+        rows = 0
+        for tables in self.kinds:
+            if tables.is_shared(rid, place):
+                rows += tables.kind.rows
+        return rows
 
-    def unshare(self, rid: int, index: int) -> tuple[int, int]:
-        """Put a new block in the place of a shared one. Returns (shared, new): the bytes are to be copied before
-        anybody writes to either. Raises LedgerError when no block is available."""
-        (new,) = self.grow(rid, 1)
-        table = self._held[rid]
-        table.pop()
-        shared, table[index] = table[index], new
-        self._let_go(shared)
-        return shared, new
-
-    def idle_among(self, blocks: Sequence[int]) -> int:
-        """How many of these nobody holds: sharing them makes them unavailable."""
-        return sum(self._references[block] == 0 for block in blocks)
-
-    def filled(self, rid: int, index: int, key: bytes) -> bool:
-        """Block `index` of `rid` is full, and `key` says of what. True when its table changed: an equal block was there
-        first, the request uses that one from now on, and its own is free."""
-        if self.tree is None:
-            return False
-        table = self._held[rid]
-        own = table[index]
-        shared = self.tree.insert(key, table[index - 1] if index else None, own)
-        if shared == own:
-            return False
-        self._take(shared)
-        table[index] = shared
-        self._let_go(own)
-        return True
+    def unshare(self, rid: int, place: int) -> list[tuple[int, int]]:
+        """Put new rows in the place of shared ones. Returns (shared, new): the bytes are to be copied before anybody
+        writes to either. Raises LedgerError when too few are available."""
+        pairs = []
+        for tables in self.kinds:
+            if tables.is_shared(rid, place):
+                pairs += tables.replace(rid, place, self._allocate(rid, tables.kind.rows))
+        return pairs
 
     def release(self, rid: int) -> int:
-        """Let go of every block of `rid`. Idempotent; returns how many there were."""
-        blocks = [block for block in self._held.pop(rid, []) if block >= 0]
-        self._holes.pop(rid, None)
-        self._past.pop(rid, None)
-        # The end of a chain goes first, so that it is the first to be evicted.
-        for block in reversed(blocks):
-            self._let_go(block)
-        return len(blocks)
+        """Let go of everything that `rid` has. Idempotent; returns how many rows there were."""
+        return sum(tables.release(rid) for tables in self.kinds)
 
-    def _take(self, block: int) -> None:
-        if self._references[block] == 0 and self.tree is not None:
-            self.tree.hold(block)
-        self._references[block] += 1
+    # --- prefixes ---------------------------------------------------------------------------------------------
 
-    def _let_go(self, block: int) -> None:
-        self._references[block] -= 1
-        if self._references[block]:
-            return
-        if self.tree is not None and block in self.tree:
-            self.tree.let_go(block)
-        else:
-            heapq.heappush(self._free, block)
+    def match(self, keys: Sequence[bytes], first_seen: Callable[[int], int]) -> Match:
+        """The longest known beginning of a context with these keys.
+
+        Layers that keep everything must know all its blocks; those that slide only what their window sees at its end,
+        which begins with block `first_seen(blocks)`.
+        """
+        trees = [(tables.kind.slides, tables.tree) for tables in self.kinds if tables.tree is not None]
+        if not trees:
+            return NO_MATCH
+        most = min((len(tree.match(keys)) for slides, tree in trees if not slides), default=len(keys))
+        sliding = [tree for slides, tree in trees if slides]
+        blocks, past = (0, 0) if sliding else (most, 0)
+        gap = 0  # what slides is known from here on
+        for count, key in enumerate(keys[:most] if sliding else (), 1):
+            if any(not tree.knows(key) for tree in sliding):
+                gap = count
+            if gap <= first_seen(count):
+                blocks, past = count, first_seen(count)
+        parts = (tree.known(keys[past if slides else 0 : blocks]) for slides, tree in trees)
+        return Match(blocks, past, tuple(parts))
+
+    def saved(self, known: Match) -> int:
+        """Rows that need not become unavailable when somebody begins with these, because others hold them."""
+        return sum(tables.held_among(parts) for tables, parts in zip(self.kinds, known.parts, strict=False))
+
+    def filled(self, rid: int, place: int, key: bytes) -> bool:
+        """What `rid` has in this place is full, and `key` says of what. True when its tables changed: equal rows were
+        there first, the request uses those from now on, and its own are free."""
+        changed = False
+        for tables in self.kinds:
+            changed |= tables.filled(rid, place, key)
+            if not tables.is_known(rid, place):
+                break  # A chain that is not continued here cannot be found: what slides need not be known either.
+        return changed
 
     def audit(self) -> None:
-        """Raise LedgerError unless every block is free, or held as often as its references say, or idle in the tree."""
-        holders = np.zeros(self.num_blocks, dtype=np.int64)
-        for blocks in self._held.values():
-            for block in blocks:
-                if block >= 0:
-                    holders[block] += 1
-        free = np.zeros(self.num_blocks, dtype=np.int64)
-        for block in self._free:
-            free[block] += 1
-        known = np.zeros(self.num_blocks, dtype=bool)
-        known[self.tree.blocks() if self.tree is not None else []] = True
-        idle = known & (holders == 0)
-        owners = (holders > 0).astype(np.int64) + free + idle
-        wrong = np.flatnonzero((owners != 1) | (holders != np.array(self._references)))
-        if wrong.size:
-            raise LedgerError(f"blocks {wrong[:8].tolist()} have {owners[wrong[:8]].tolist()} kinds of owners, not one")
-        if int(idle.sum()) != self.idle:
-            raise LedgerError(f"{int(idle.sum())} blocks are idle, the tree counts {self.idle}")
+        """Raise LedgerError unless every row is free, or held as often as its references say, or idle in a tree."""
+        owners = Counter(self._free)
+        for tables in self.kinds:
+            try:
+                owners.update(tables.audit())
+            except ValueError as error:
+                raise LedgerError(str(error)) from error
+        wrong = [row for row in range(self.num_rows) if owners[row] != 1]
+        if wrong or len(owners) != self.num_rows:
+            raise LedgerError(f"rows {wrong[:8]} have {[owners[row] for row in wrong[:8]]} kinds of owners, not one")

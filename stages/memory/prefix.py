@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,12 +49,13 @@ class PrefixTree:
     the least recently used first. Whoever holds a node's block holds those of its ancestors, so every idle node can be
     evicted after the idle ones below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Iterator[int] | None = None) -> None:
+        """`clock`: of another tree, by which both know what was used least recently."""
+        self.clock = itertools.count(1) if clock is None else clock
         self._nodes: dict[bytes, _Node] = {}
         self._key_of: dict[int, bytes] = {}
         self._leaves: list[tuple[int, bytes]] = []
         """Heap of (last_used, key) of idle leaves; entries that are out of date are skipped."""
-        self._clock = 0
         self.num_idle = 0
 
     def __contains__(self, block: int) -> bool:
@@ -64,13 +66,14 @@ class PrefixTree:
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known beginning of `keys`."""
-        blocks = []
-        for key in keys:
-            node = self._nodes.get(key)
-            if node is None:
-                break
-            blocks.append(node.block)
-        return blocks
+        return self.known(itertools.takewhile(self._nodes.__contains__, keys))
+
+    def knows(self, key: bytes) -> bool:
+        return key in self._nodes
+
+    def known(self, keys: Iterable[bytes]) -> list[int]:
+        """Their blocks; it knows all of them."""
+        return [self._nodes[key].block for key in keys]
 
     def insert(self, key: bytes, parent_block: int | None, block: int) -> int:
         """A held block is filled. Returns the block that stands for `key` from now on: `block`, or another that was
@@ -85,8 +88,7 @@ class PrefixTree:
         node = self._nodes.get(key)
         if node is not None:
             return node.block
-        self._clock += 1
-        self._nodes[key] = _Node(key, block, parent, last_used=self._clock)
+        self._nodes[key] = _Node(key, block, parent, last_used=next(self.clock))
         self._key_of[block] = key
         if parent is not None:
             self._nodes[parent].children += 1
@@ -101,21 +103,27 @@ class PrefixTree:
     def let_go(self, block: int) -> None:
         """The last request that held it has gone."""
         node = self._nodes[self._key_of[block]]
-        self._clock += 1
-        node.idle, node.last_used = True, self._clock
+        node.idle, node.last_used = True, next(self.clock)
         self.num_idle += 1
         self._offer(node)
 
+    def oldest(self) -> int | None:
+        """When the idle leaf that would be evicted was last used; None when there is none."""
+        while self._leaves:
+            last_used, key = self._leaves[0]
+            node = self._nodes.get(key)
+            if node is not None and node.idle and not node.children and node.last_used == last_used:
+                return last_used
+            heapq.heappop(self._leaves)
+        return None
+
     def evict(self) -> int:
         """Forget the least recently used idle leaf and give its block back. Raises LookupError when there is none."""
-        while self._leaves:
-            last_used, key = heapq.heappop(self._leaves)
-            node = self._nodes.get(key)
-            if node is None or not node.idle or node.children or node.last_used != last_used:
-                continue
-            self._remove(node)
-            return node.block
-        raise LookupError("no idle leaf to evict")
+        if self.oldest() is None:
+            raise LookupError("no idle leaf to evict")
+        node = self._nodes[heapq.heappop(self._leaves)[1]]
+        self._remove(node)
+        return node.block
 
     def forget(self, block: int) -> list[int]:
         """Take this block and all that follow it out of the tree. Returns those of them that were idle."""

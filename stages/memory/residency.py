@@ -19,10 +19,6 @@ from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, OwnCop
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
 
-READ_TOGETHER = 32
-"""Kernels read contexts in pieces of at most so many tokens: one that a window begins in is read from its first token.
-A multiple of every kernel's tile."""
-
 
 class Residency:
     """Owned by decode, with the ledger. Every decision that moves a block is made here, or for it by `departures`."""
@@ -31,7 +27,7 @@ class Residency:
         self.ledger = ledger
         self.block_size = block_size
         self.config = config
-        self._book = Book(ledger, block_size, config.max_parks)
+        self._book = Book(ledger, block_size, config.window, config.max_parks)
         self.entries = self._book.entries
         self.departures = Departures(self._book, config)
         self._arrivals = 0
@@ -67,7 +63,7 @@ class Residency:
             self._book.followers.setdefault(leader, []).append(entry)
 
     def fits_alone(self, total: int) -> bool:
-        return blocks_for(total, self.block_size) <= self.ledger.num_blocks
+        return blocks_for(total, self.block_size) * self.ledger.rows_per_block <= self.ledger.num_rows
 
     def stop_swapping(self) -> None:
         """From now on victims are computed again. What is on the host comes back as ever."""
@@ -135,10 +131,10 @@ class Residency:
         for entry in sorted(self._book.in_state(State.DECODE), key=lambda e: e.seniority):
             short = self._book.growth(entry)
             if short <= self.ledger.available:
-                if self._book.shares_next(entry):
-                    copies.append(OwnCopy(entry.rid, *self.ledger.unshare(entry.rid, entry.cached // self.block_size)))
-                elif short > 0:
-                    self.ledger.grow(entry.rid, short)
+                if short:
+                    pairs = self.ledger.unshare(entry.rid, entry.cached // self.block_size)
+                    copies += [OwnCopy(entry.rid, *pair) for pair in pairs]
+                    self.ledger.grow(entry.rid, self._book.needed(entry))
                 rows.append(entry.rid)
                 entry.last_active = self._turn
             else:
@@ -192,14 +188,13 @@ class Residency:
         """The prompt of `rid` is complete, its filled blocks are registered, and first tokens were sampled from it. Its
         forks go on from the same blocks. Returns those for which that is so; others have ended or wait as newcomers."""
         leader = self.entries[rid]
-        stored = self.ledger.blocks(rid)[: blocks_for(leader.cached, self.block_size)]
+        stored = blocks_for(leader.cached, self.block_size)
         begun = []
         for fork in self._book.followers.pop(rid, []):
             sampled = fork.busy
             if not self._dismiss(fork) or not sampled:
                 continue
-            self.ledger.begin_past(fork.rid, leader.past)
-            self.ledger.share(fork.rid, stored[leader.past :])
+            self.ledger.fork(rid, fork.rid, stored, leader.past)
             fork.past = leader.past
             fork.state = State.DECODE
             fork.cached = fork.target = leader.cached
@@ -265,14 +260,13 @@ class Residency:
             entry.swap_refused = False
 
     def let_past(self, rid: int) -> None:
-        """After a step or a chunk, when the tree was told of what it filled: let go of blocks that the next token's
-        windows do not reach, nor those of any later one."""
+        """After a step or a chunk, when the trees were told of what it filled: let go of what sliding layers have where
+        the next token's windows do not reach, nor those of any later one."""
         entry = self.entries.get(rid)
         if not self.config.window or entry is None or entry.locked or entry.state not in RUNNING:
             return
-        first = max(0, entry.cached - self.config.window + 1)
-        until = first // READ_TOGETHER * READ_TOGETHER // self.block_size
-        entry.past += self.ledger.let_past(rid, until)
+        entry.past = self._book.first_seen(entry.cached)
+        self.ledger.let_past(rid, entry.past)
 
     def unregistered(self, rid: int) -> range:
         """Full blocks that the tree has not been told of yet."""
@@ -291,17 +285,18 @@ class Residency:
     # --- coming in --------------------------------------------------------------------------------------------
 
     def _room(self, entry: Entry, growth: int, residents: int) -> int:
-        """Free blocks, less what running requests need for their next token, less the watermark for parked ones."""
-        room = self.ledger.available - growth
-        return room - self.config.watermark_blocks if entry.parks and residents else room
+        """Free rows, less what running requests need for their next token, less the watermark for parked ones."""
+        room, watermark = self.ledger.available - growth, self.config.watermark_blocks * self.ledger.rows_per_block
+        return room - watermark if entry.parks and residents else room
 
     def _bring_in(self, entry: Entry, moves: Moves) -> None:
         known = self._book.known(entry)
-        if not self.ledger.covered(entry.rid):
-            self.ledger.begin_past(entry.rid, entry.past)
-        self.ledger.share(entry.rid, known)
+        if entry.state is State.WAITING:
+            entry.past = known.past
+        if not self.ledger.length(entry.rid):
+            self.ledger.begin(entry.rid, entry.past, known)
         self.ledger.refill(entry.rid)
-        self.ledger.grow(entry.rid, self._book.wanted(entry) - self.ledger.covered(entry.rid))
+        self.ledger.grow(entry.rid, self._book.wanted(entry))
         entry.yielded = 0
         entry.last_active = self._turn
         if self._book.claimant == entry.rid:
@@ -312,6 +307,6 @@ class Residency:
         else:
             entry.state = State.PREFILL
             entry.target = entry.length
-            entry.registered = len(known)
-            entry.cached = len(known) * self.block_size
+            entry.registered = known.blocks
+            entry.cached = known.blocks * self.block_size
             moves.admitted.append(entry.rid)

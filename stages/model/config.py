@@ -118,11 +118,6 @@ class ModelConfig:
         return self.attention_scale or self.head_dim**-0.5
 
     @property
-    def widest_window(self) -> int:
-        """Tokens that the layer which sees most of them sees; 0 if some layer sees everything."""
-        return max(self.windows) if all(self.windows) else 0
-
-    @property
     def norm_names(self) -> dict[str, str]:
         return NORMS[self.norms]
 

@@ -11,7 +11,7 @@ from leftovers import forgotten, settled
 
 from deepinfer.clients import AsyncClient, Done, Preempted, Resumed, Token
 from deepinfer.daemon.engine import Engine
-from deepinfer.stages.memory.book import Book
+from deepinfer.stages.memory.ledger import BlockLedger
 
 PROMPT = "The quick brown fox jumps"
 """25 tokens: the last block of 8 is partly filled."""
@@ -67,7 +67,7 @@ def test_a_block_that_is_not_copied_is_overwritten_by_the_others(tiny_path, monk
     """The control arm of the tests above."""
     with Engine(tiny_path, threads=1, batch_invariant=True, block_size=8, num_blocks=64, prefix_cache=False) as engine:
         expected = alone(engine, PROMPT, 4, **SAMPLED)
-        monkeypatch.setattr(Book, "shares_next", lambda self, entry: False)
+        monkeypatch.setattr(BlockLedger, "shared_rows", lambda self, rid, place: 0)
         together = engine.complete(PROMPT, n=4, **SAMPLED)
         assert [choice.ids for choice in together.choices] != [e.ids for e in expected]
 

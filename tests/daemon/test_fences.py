@@ -185,7 +185,7 @@ def answer_before_the_copy(engine: Engine, made: Scene) -> None:
     cost = book.cost
 
     def dear(entry: Any) -> int:
-        return residency.ledger.num_blocks + 1 if entry.state is State.SWAPPED and not made.passed else cost(entry)
+        return residency.ledger.num_rows + 1 if entry.state is State.SWAPPED and not made.passed else cost(entry)
 
     book.cost = dear
 

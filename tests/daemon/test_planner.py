@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tiny import save_tiny_family
 
 from deepinfer.daemon.cli import main
 from deepinfer.daemon.config import ConfigError, EngineConfig
@@ -19,6 +20,7 @@ from deepinfer.kernels import resolve_kv_format
 from deepinfer.kernels.attention import AttentionBatch
 from deepinfer.kernels.cuda.decode_plan import num_partitions, workspace_bytes
 from deepinfer.kernels.ops import CpuOps
+from deepinfer.stages.memory.layer_groups import group_layers
 from deepinfer.stages.model import Executor, ForwardBatch, load_model, open_checkpoint
 from deepinfer.stages.model.config import ModelConfig, RopeConfig
 from deepinfer.stages.model.scratch import activation_bytes
@@ -48,7 +50,7 @@ BLOCK_BYTES = {"fp16": 589_824, "int8": 299_520, "fp8_e4m3": 294_912, "fp8_e5m2"
 def demand(name: str, weights: int = W4_3B_BYTES, model: ModelConfig = QWEN_3B, block_size: int = 16) -> Demand:
     kv_format = resolve_kv_format(name)
     layout = kv_format.layout(model.num_layers, model.num_kv_heads, model.head_dim, block_size)
-    return Demand(model, "bf16", weights, layout, kv_format)
+    return Demand(model, "bf16", weights, layout, kv_format, group_layers(model.windows))
 
 
 def card(memory: int) -> Target:
@@ -267,6 +269,29 @@ def test_plan_needs_no_gpu_and_reads_no_weights(three_b):
     table = run_plan(*arguments, "--memory", "8GiB").output
     assert "294,912" in table
     assert "of host memory" in table
+
+
+def test_plan_says_what_long_requests_hold_while_they_decode_where_some_layers_slide(tmp_path):
+    """Of six layers five see 24 tokens: a row each."""
+    path = save_tiny_family(tmp_path, "gemma3_text", num_hidden_layers=6, sliding_window=24)
+    plan = json.loads(run_plan("--model", str(path), "--json").output)
+    assert plan["layer_groups"] == {"rows_per_block": 6, "sliding_rows": 5, "window": 24, "padding_layers": 0}
+    for entry in plan["capacities"]:
+        rows = 6 * entry["blocks"]
+        assert entry["context"] == 512
+        held = 32 + 5 * (32 - (511 - 23) // 32 * 2)
+        assert entry["decoding_tokens"] == rows * 512 // held
+        assert entry["decoding_tokens"] > 3 * entry["tokens"]
+    table = run_plan("--model", str(path)).output
+    assert "tokens while decoding" in table
+    assert "they keep 24 tokens of a context that decodes, 5 of the 6 rows of a block" in table
+
+
+def test_plan_does_not_speak_of_windows_where_there_are_none(tiny_path):
+    table = run_plan("--model", str(tiny_path)).output
+    assert "decod" not in table
+    (plan, *_) = json.loads(run_plan("--model", str(tiny_path), "--json").output)["capacities"]
+    assert plan["decoding_tokens"] == pytest.approx(plan["tokens"], rel=0.01)
 
 
 def test_plan_refuses_what_has_no_kernel_on_that_device(three_b):

@@ -11,7 +11,7 @@ from deepinfer.kernels.codecs import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8
 from deepinfer.kernels.cpu import amx, bf16_tiles, paged_attention, tiles
 from deepinfer.kernels.cpu.paged_kernel import multiplies_pairs, rows_at_once
 from deepinfer.kernels.reference_attention import ReferenceAttention
-from deepinfer.stages.memory.residency import READ_TOGETHER
+from deepinfer.stages.memory.sizes import READ_TOGETHER
 
 pytestmark = pytest.mark.skipif(not bf16_tiles.available(), reason="this processor has no AVX512-BF16 and VBMI")
 

@@ -7,7 +7,6 @@ import random
 import pytest
 from test_residency import BLOCK, Simulation, assert_all_returned
 
-from deepinfer.stages.memory.book import Book
 from deepinfer.stages.memory.entries import ResidencyConfig, State
 from deepinfer.stages.memory.ledger import BlockLedger, LedgerError
 
@@ -30,10 +29,10 @@ def test_forks_hold_the_blocks_of_one_prompt_and_copy_the_last_one_when_they_wri
     assert [simulation.produced[rid] for rid in group] == [1, 1, 1]
     blocks = -(-prompt // BLOCK)
     assert simulation.ledger.used <= blocks + 1, "the leader has one for its next token"
-    assert len({tuple(simulation.ledger.blocks(rid)[:blocks]) for rid in group}) == 1
+    assert len({tuple(simulation.ledger.tables(rid)[0][:blocks]) for rid in group}) == 1
     simulation.turn()
     assert simulation.shared_copies == (0 if prompt % BLOCK == 0 else 2), "the last of three writes in place"
-    assert len({simulation.ledger.block(rid, prompt // BLOCK) for rid in group}) == 3
+    assert len({simulation.ledger.tables(rid)[0][prompt // BLOCK] for rid in group}) == 3
     simulation.run(100)
     assert set(simulation.finished.values()) == {"length"}
     assert_all_returned(simulation)
@@ -110,7 +109,7 @@ def test_forks_in_pools_barely_larger_than_one_request_all_end_with_all_their_to
 
 def test_without_the_copy_forks_write_over_one_another(monkeypatch):
     """The control arm: what the simulation would see."""
-    monkeypatch.setattr(Book, "shares_next", lambda self, entry: False)
+    monkeypatch.setattr(BlockLedger, "shared_rows", lambda self, rid, place: 0)
     with pytest.raises(AssertionError, match="At index"):
         run_many(300, "swap")
 
@@ -163,19 +162,19 @@ def test_a_group_is_admitted_only_where_there_are_places_for_all_of_it():
 def test_a_shared_block_stays_while_another_holds_it():
     ledger = BlockLedger(4)
     ledger.grow(1, 2)
-    ledger.share(2, ledger.blocks(1))
-    assert ledger.is_shared(1, 1)
-    assert not ledger.is_shared(1, 2), "there is none"
+    ledger.fork(1, 2, 2, 0)
+    assert ledger.shared_rows(1, 1) == 1
+    assert ledger.shared_rows(1, 2) == 0, "there is none"
     assert ledger.exclusive(1) == 0
-    assert ledger.unshare(2, 1) == (1, 2)
-    assert not ledger.is_shared(1, 1)
+    assert ledger.unshare(2, 1) == [(1, 2)]
+    assert ledger.shared_rows(1, 1) == 0
     ledger.audit()
     assert ledger.release(1) == 2
-    assert ledger.blocks(2) == [0, 2]
+    assert ledger.tables(2)[0] == [0, 2]
     assert ledger.free == 2
     ledger.audit()
     ledger.grow(3, 2)
-    ledger.share(4, ledger.blocks(2))
+    ledger.fork(2, 4, 2, 0)
     with pytest.raises(LedgerError, match="1 blocks of 0"):
         ledger.unshare(4, 0)
     ledger.audit()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepinfer.stages.memory.ledger import BlockLedger, LedgerError
+from deepinfer.stages.memory.kind_tables import PAST, Kind
+from deepinfer.stages.memory.ledger import BlockLedger, LedgerError, Match
 from deepinfer.stages.memory.prefix import PrefixTree, chain_keys, root_key
 
 BLOCK = 4
@@ -18,6 +19,10 @@ def keys(*tokens: int, salt: str = "") -> list[bytes]:
 def fill(ledger: BlockLedger, rid: int, chain: list[bytes]) -> None:
     for index, key in enumerate(chain):
         ledger.filled(rid, index, key)
+
+
+def begin(ledger: BlockLedger, rid: int, chain: list[bytes]) -> None:
+    ledger.begin(rid, 0, ledger.match(chain, lambda blocks: 0))
 
 
 def test_keys_cover_full_blocks_only_and_depend_on_everything_before_them():
@@ -46,7 +51,7 @@ def test_a_block_is_found_once_it_is_filled_and_stays_when_its_request_has_gone(
     ledger.audit()
     assert (ledger.free, ledger.idle, ledger.available) == (2, 2, 4)
     assert tree.match(chain) == [first, second]
-    ledger.share(2, tree.match(chain))
+    begin(ledger, 2, chain)
     ledger.audit()
     assert ledger.available == 2
 
@@ -57,7 +62,7 @@ def test_a_shared_block_comes_back_when_the_last_holder_lets_go():
     chain = keys(*range(4))
     ledger.grow(1, 1)
     fill(ledger, 1, chain)
-    ledger.share(2, tree.match(chain))
+    begin(ledger, 2, chain)
     assert ledger.exclusive(1) == 0
     ledger.release(1)
     assert ledger.available == 2
@@ -74,7 +79,7 @@ def test_an_equal_block_that_was_there_first_is_used_and_the_own_one_is_freed():
     (duplicate,) = ledger.grow(2, 1)
     assert not ledger.filled(1, 0, chain[0])
     assert ledger.filled(2, 0, chain[0])
-    assert ledger.blocks(2) == [own]
+    assert ledger.tables(2)[0] == [own]
     assert ledger.grow(3, 1) == [duplicate]
     ledger.audit()
 
@@ -89,15 +94,15 @@ def test_the_least_recently_used_leaf_is_evicted_first_and_never_one_that_is_hel
     fill(ledger, 2, new)
     ledger.release(1)
     ledger.release(2)
-    ledger.share(3, tree.match(old)[:1])
+    begin(ledger, 3, old[:1])
     ledger.grow(4, 1)
     assert len(tree.match(old)) == 1, "the end of the older chain went first"
     assert len(tree.match(new)) == 2
-    ledger.grow(4, 2)
+    ledger.grow(4, 3)
     assert len(tree.match(new)) == 0
     assert len(tree.match(old)) == 1
     with pytest.raises(LedgerError, match="1 blocks of 0"):
-        ledger.grow(4, 1)
+        ledger.grow(4, 4)
     ledger.audit()
 
 
@@ -114,9 +119,70 @@ def test_blocks_that_came_back_from_the_host_do_not_continue_a_chain_that_they_d
     ledger.audit()
 
 
+FULL, SLIDING = Kind(1), Kind(1, slides=True)
+
+
+def last_two(blocks: int) -> int:
+    """The first block that a window of two blocks sees."""
+    return max(0, blocks - 2)
+
+
+def test_a_beginning_is_found_only_while_what_the_window_sees_at_its_end_is_known():
+    ledger = BlockLedger(8, PrefixTree(), (FULL, SLIDING))
+    chain = keys(*range(16))
+    ledger.grow(1, 4)
+    fill(ledger, 1, chain)
+    full, sliding = ledger.tables(1)
+    ledger.let_past(1, 2)
+    assert ledger.tables(1) == [full, [PAST, PAST, *sliding[2:]]]
+    assert (ledger.idle, ledger.free) == (2, 0)
+    ledger.audit()
+    assert ledger.match(chain, last_two) == Match(4, 2, (full, sliding[2:]))
+    assert ledger.match(chain[:2], last_two) == Match(2, 0, (full[:2], sliding[:2]))
+    assert ledger.saved(ledger.match(chain[:2], last_two)) == 2, "what is idle would have to be taken"
+    ledger.grow(2, 1)
+    assert sorted(row for table in ledger.tables(2) for row in table) == sorted(sliding[:2]), "the oldest went first"
+    assert ledger.match(chain, last_two) == Match(4, 2, (full, sliding[2:]))
+    assert ledger.match(chain[:3], last_two).blocks == 0, "of its window one block is gone"
+    ledger.begin(3, 2, ledger.match(chain, last_two))
+    assert ledger.tables(3) == [full, [PAST, PAST, *sliding[2:]]]
+    ledger.release(1)
+    assert ledger.available == 0
+    ledger.release(3)
+    ledger.audit()
+    assert ledger.idle == 6
+
+
+def test_where_all_layers_slide_a_beginning_needs_nothing_before_its_window():
+    ledger = BlockLedger(4, PrefixTree(), (SLIDING,))
+    chain = keys(*range(16))
+    ledger.grow(1, 4)
+    fill(ledger, 1, chain)
+    (sliding,) = ledger.tables(1)
+    ledger.let_past(1, 2)
+    ledger.grow(2, 2)
+    assert ledger.match(chain, last_two) == Match(4, 2, (sliding[2:],))
+    ledger.release(1)
+    ledger.release(2)
+    ledger.audit()
+    assert ledger.available == 4
+
+
+def test_what_slides_stays_while_another_request_still_sees_it():
+    ledger = BlockLedger(6, kinds=(FULL, SLIDING))
+    ledger.grow(1, 2)
+    ledger.fork(1, 2, 2, 0)
+    ledger.let_past(1, 1)
+    assert ledger.free == 2
+    assert ledger.exclusive_places(2) == {}
+    ledger.let_past(2, 1)
+    assert ledger.free == 3
+    ledger.audit()
+
+
 def test_the_audit_sees_a_reference_that_nobody_has():
     ledger = BlockLedger(2, PrefixTree())
     ledger.grow(1, 1)
-    ledger._references[0] = 2
+    ledger.kinds[0]._references[0] = 2
     with pytest.raises(LedgerError):
         ledger.audit()

@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 from deepinfer.stages.memory.entries import RUNNING, ResidencyConfig, State
-from deepinfer.stages.memory.ledger import HOLE, BlockLedger, LedgerError
+from deepinfer.stages.memory.kind_tables import HOLE, Kind
+from deepinfer.stages.memory.ledger import BlockLedger, LedgerError
 from deepinfer.stages.memory.prefix import PrefixTree, chain_keys, root_key
-from deepinfer.stages.memory.residency import READ_TOGETHER, Residency
-from deepinfer.stages.memory.sizes import blocks_for
+from deepinfer.stages.memory.residency import Residency
+from deepinfer.stages.memory.sizes import READ_TOGETHER, blocks_for
 
 BLOCK = 4
 NOTHING = -1
+
+
+FULL, SLIDING = Kind(1), Kind(1, slides=True)
 
 
 @dataclass
@@ -32,10 +36,14 @@ class Simulation:
     copy_failures: float = 0.0
     sharing: bool = False
     """With a prefix tree; requests of one family have the same tokens as far as both go."""
+    kinds: tuple[Kind, ...] = (FULL,)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.ledger = BlockLedger(self.num_blocks, PrefixTree() if self.sharing else None)
+        self.slides = [kind.slides for kind in self.kinds for _ in range(kind.rows)]
+        """By group of layers."""
+        num_rows = self.num_blocks * len(self.slides)
+        self.ledger = BlockLedger(num_rows, PrefixTree() if self.sharing else None, self.kinds)
         self.tokens: dict[int, np.ndarray] = {}
         self.found_tokens = 0
         self.policy = Residency(self.ledger, BLOCK, self.config)
@@ -43,12 +51,12 @@ class Simulation:
         self.produced: dict[int, int] = {}
         self.finished: dict[int, str] = {}
         self.transfers: list[tuple[int, str, int, list[int]]] = []
-        self.memory = np.full((self.num_blocks, BLOCK), NOTHING)
-        """The tokens whose keys and values a block would hold."""
+        self.memory = np.full((num_rows, BLOCK), NOTHING)
+        """The tokens whose keys and values a row would hold."""
         self.payloads: dict[int, list[np.ndarray]] = {}
         self.chunks: list = []
         self.chunk_turns = 0
-        self.chunk_tables: dict[int, list[int]] = {}
+        self.chunk_tables: dict[int, list[list[int]]] = {}
         """As they were when the chunk was cut: whoever computes it knows no others."""
         self.content: dict[int, bytes] = {}
         self.swaps = 0
@@ -99,7 +107,7 @@ class Simulation:
         self._moves(step.moves)
         for rid in step.rows:
             entry = self.policy.entries[rid]
-            assert self.ledger.covered(rid) * BLOCK >= entry.cached + 1
+            assert self.ledger.length(rid) * BLOCK >= entry.cached + 1
             self._check_visible(rid)
             self._store(rid, entry.cached, 1)
             self.policy.stepped(rid)
@@ -109,7 +117,7 @@ class Simulation:
         if not self.chunks:
             self.chunks = self.policy.chunk()
             assert all(chunk.count > 0 for chunk in self.chunks), "somebody must produce the logits"
-            self.chunk_tables = {chunk.rid: self.ledger.blocks(chunk.rid) for chunk in self.chunks}
+            self.chunk_tables = {chunk.rid: self.ledger.tables(chunk.rid) for chunk in self.chunks}
             self.chunk_turns = self.random.randint(0, self.slow_chunks) if self.slow_chunks else 0
         self.ledger.audit()
 
@@ -123,7 +131,7 @@ class Simulation:
                 self._drop(rid)
         for rid in moves.swap_out:
             leaving = self.policy.entries[rid].leaving
-            self.in_part += 0 < len(leaving) < blocks_for(self.policy.entries[rid].cached, BLOCK) - self._past(rid)
+            self.in_part += 0 < len(leaving) < len(self.policy._book.stored(self.policy.entries[rid]))
             self._begin_transfer("out", rid, leaving)
         for rid in moves.swap_in:
             self._note_return(rid)
@@ -136,28 +144,28 @@ class Simulation:
             self.finished[rid] = "kv_exhausted"
 
     def _begin_transfer(self, direction: str, rid: int, places: list[int]) -> None:
-        table = self.ledger.blocks(rid)
-        blocks = [table[place] for place in places]
-        assert HOLE not in blocks
+        tables, blocks = self.ledger.tables(rid), self.ledger.rows_at(rid, places)
+        assert not any(table[place] == HOLE for table in tables for place in places)
         if direction == "in":
-            assert HOLE not in table
+            assert not any(HOLE in table for table in tables)
             self.memory[blocks] = NOTHING
         self.transfers.append((self.random.randint(0, self.slow), direction, rid, blocks))
 
-    def _past(self, rid: int) -> int:
-        return self.policy.entries[rid].past
-
-    def _store(self, rid: int, first: int, count: int, table: list[int] | None = None) -> None:
-        table = table or self.ledger.blocks(rid)
-        for position in range(first, first + count):
-            self.memory[table[position // BLOCK], position % BLOCK] = self.tokens[rid][position]
+    def _store(self, rid: int, first: int, count: int, tables: list[list[int]] | None = None) -> None:
+        for table in tables or self.ledger.tables(rid):
+            for position in range(first, first + count):
+                assert table[position // BLOCK] >= 0
+                self.memory[table[position // BLOCK], position % BLOCK] = self.tokens[rid][position]
 
     def _check_memory(self, rid: int) -> None:
         """What a request has stored and may look at again is its own tokens, wherever it has been meanwhile."""
         entry = self.policy.entries[rid]
-        first, cached = entry.past * BLOCK, entry.cached
-        stored = self.memory[self.ledger.blocks(rid)[entry.past :]].reshape(-1)[: cached - first]
-        assert stored.tolist() == self.tokens[rid][first:cached].tolist()
+        for table, slides in zip(self.ledger.tables(rid), self.slides, strict=True):
+            past = entry.past if slides else 0
+            first, cached = past * BLOCK, entry.cached
+            assert min(table[past : blocks_for(cached, BLOCK)], default=0) >= 0
+            stored = self.memory[table[past:]].reshape(-1)[: cached - first]
+            assert stored.tolist() == self.tokens[rid][first:cached].tolist()
 
     def _first_read(self, rid: int) -> int:
         """The first token that a kernel reads for the next one."""
@@ -174,8 +182,7 @@ class Simulation:
         entry = self.policy.entries[rid]
         self.let_go += entry.past - before
         self.most_held = max(self.most_held, self.ledger.held(rid))
-        if not self.sharing and self.config.window and not self.forked:
-            assert entry.past == self._first_read(rid) // BLOCK, entry
+        assert entry.past == self._first_read(rid) // BLOCK, entry
 
     def _note_departure(self, rid: int) -> None:
         """Whoever had its turn in DECODE has produced something there."""
@@ -242,12 +249,12 @@ class Simulation:
         entry = self.policy.entries[rid]
         entry.keys = self.keys(rid, entry.cached)
         for index in self.policy.unregistered(rid):
-            block = self.ledger.block(rid, index)
-            self.content[block] = entry.keys[index]
+            for row in self.ledger.rows_at(rid, [index]):
+                self.content[row] = entry.keys[index]
             self.policy.filled(rid, index)
-        for index in range(entry.past, entry.registered):
+        for index in range(entry.registered):
             if entry.parks == 0:
-                assert self.content[self.ledger.block(rid, index)] == entry.keys[index]
+                assert {self.content[row] for row in self.ledger.rows_at(rid, [index])} <= {entry.keys[index]}
 
     def _produce(self, rid: int) -> None:
         self.produced[rid] += 1
@@ -283,7 +290,7 @@ def turn_until(simulation: Simulation, condition) -> None:
 
 
 def assert_all_returned(simulation: Simulation) -> None:
-    assert simulation.ledger.available == simulation.num_blocks
+    assert simulation.ledger.available == simulation.ledger.num_rows
     assert simulation.payloads == {}
     assert simulation.policy.entries == {}
 
@@ -334,7 +341,12 @@ def test_chunks_that_are_out_while_others_step_and_move_change_nothing_of_that(p
 
 
 def run_seeded(
-    policy: str, seed: int, slow_chunks: int = 0, windows: tuple[int, ...] = (0,), forks: bool = False
+    policy: str,
+    seed: int,
+    slow_chunks: int = 0,
+    windows: tuple[int, ...] = (0,),
+    forks: bool = False,
+    kinds: tuple[Kind, ...] = (FULL,),
 ) -> Simulation:
     """To the end, where everyone must have what is theirs."""
     rng = random.Random(seed)
@@ -349,9 +361,9 @@ def run_seeded(
         max_parks=rng.choice([1, 3]),
         window=windows[seed % len(windows)],
     )
-    simulation = Simulation(blocks, seed, config, slow_chunks=slow_chunks, sharing="sharing" in policy)
+    simulation = Simulation(blocks, seed, config, slow_chunks=slow_chunks, sharing="sharing" in policy, kinds=kinds)
     if "small host" in policy:
-        simulation.host_blocks = blocks // 2
+        simulation.host_blocks = blocks // 2 * simulation.ledger.rows_per_block
     if "failing copies" in policy:
         simulation.copy_failures = 0.5
     for number in range(rng.randint(2, 6)):
@@ -390,21 +402,26 @@ def test_a_request_whose_swap_was_refused_is_asked_again_when_something_has_left
 
 def test_only_blocks_that_nobody_else_holds_count_as_what_a_request_could_give():
     ledger = BlockLedger(6)
-    table = ledger.grow(1, 3)
-    ledger.share(2, table[:1])
-    assert (ledger.exclusive_indices(1), ledger.exclusive(1), ledger.exclusive(2)) == ([1, 2], 2, 0)
+    ledger.grow(1, 3)
+    ledger.fork(1, 2, 1, 0)
+    assert (ledger.exclusive_places(1), ledger.exclusive(1), ledger.exclusive(2)) == ({1: 1, 2: 1}, 2, 0)
     ledger.release(2)
-    assert ledger.exclusive_indices(1) == [0, 1, 2]
+    assert ledger.exclusive_places(1) == {0: 1, 1: 1, 2: 1}
 
 
+MIXED = (Kind(2), Kind(3, slides=True))
+
+
+@pytest.mark.parametrize("kinds", [(SLIDING,), (FULL, SLIDING), MIXED], ids=["sliding", "one of each", "two and three"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_windowed_requests_hold_only_what_they_can_still_see_and_lose_none_of_it(policy):
+def test_windowed_requests_hold_only_what_they_can_still_see_and_lose_none_of_it(policy, kinds):
     """1,200 runs over all policies, half of them with chunks that are out while others step and move. Forks share their
     prompt and what is past of it."""
     let_go = in_part = swaps = found = 0
     for seed in range(120):
         windows = (1, 5, 16, 17, 30)
-        simulation = run_seeded(policy, seed, slow_chunks=4 * (seed % 2), windows=windows, forks=seed % 3 == 0)
+        slow, forks = 4 * (seed % 2), seed % 3 == 0
+        simulation = run_seeded(policy, seed, slow_chunks=slow, windows=windows, forks=forks, kinds=kinds)
         let_go += simulation.let_go
         in_part += simulation.in_part
         swaps += simulation.swaps
@@ -413,6 +430,14 @@ def test_windowed_requests_hold_only_what_they_can_still_see_and_lose_none_of_it
     assert (swaps > 0) == ("recompute" not in policy)
     assert (found > 0) == ("sharing" in policy)
     assert (in_part > 0) == ("by block" in policy)
+
+
+def test_a_prefix_that_is_taken_without_what_its_window_sees_shows(monkeypatch):
+    """The control: a newcomer that believes that windows see nothing of what is known."""
+    match = BlockLedger.match
+    monkeypatch.setattr(BlockLedger, "match", lambda self, keys, first_seen: match(self, keys, lambda blocks: blocks))
+    with pytest.raises(AssertionError, match="-2 >= 0"):
+        [run_seeded("sharing", seed, windows=(16, 17, 30), kinds=MIXED) for seed in range(120)]
 
 
 def test_chunks_are_larger_only_while_nobody_decodes():
@@ -436,18 +461,22 @@ def test_chunks_are_larger_only_while_nobody_decodes():
     assert_all_returned(simulation)
 
 
-def test_a_long_answer_in_a_window_never_holds_more_than_the_window_and_a_step():
+@pytest.mark.parametrize("kinds", [(SLIDING,), (FULL, SLIDING), MIXED])
+def test_a_long_answer_never_holds_more_of_sliding_layers_than_the_window_and_a_step(kinds):
     window = 32
-    simulation = Simulation(64, config=ResidencyConfig(window=window, prefill_chunk_tokens=8))
+    config = ResidencyConfig(window=window, prefill_chunk_tokens=8)
+    simulation = Simulation(64, config=config, kinds=kinds)
     simulation.submit(0, prompt=40, new=200)
     turn_until(simulation, lambda: simulation.produced[0] > 0)
     simulation.most_held = 0
     simulation.run(300)
-    assert simulation.most_held <= (window + READ_TOGETHER) // BLOCK + 1
+    in_sight = (window + READ_TOGETHER) // BLOCK + 1
+    everything = sum(60 * kind.rows for kind in kinds if not kind.slides)
+    assert everything < simulation.most_held <= everything + sum(in_sight * kind.rows for kind in kinds if kind.slides)
     assert_all_returned(simulation)
 
 
-def test_without_a_window_in_every_layer_nothing_is_let_go_of():
+def test_without_a_window_nothing_is_let_go_of():
     simulation = Simulation(64)
     simulation.submit(0, prompt=40, new=200)
     simulation.run(300)
@@ -512,7 +541,7 @@ def test_only_as_many_blocks_go_as_are_needed_the_earliest_full_ones_first_and_a
     parked = simulation.policy.entries[1]
     assert parked.leaving == [0]
     turn_until(simulation, lambda: parked.state is State.SWAPPED)
-    table = simulation.ledger.blocks(1)
+    table = simulation.ledger.tables(1)[0]
     assert parked.away == [0]
     assert table[0] == HOLE
     assert HOLE not in table[1:]
@@ -609,11 +638,15 @@ def test_the_audit_sees_a_block_with_two_owners_and_one_with_none():
     ledger = BlockLedger(4)
     ledger.grow(1, 2)
     ledger.audit()
-    ledger._held[2] = ledger.blocks(1)
+    tables = ledger.kinds[0]
+    tables._tables[2] = tables.parts(1)
     with pytest.raises(LedgerError, match="owners"):
         ledger.audit()
-    ledger._held.clear()
+    tables._tables.clear()
     with pytest.raises(LedgerError, match="owners"):
+        ledger.audit()
+    tables._references = [0] * 4
+    with pytest.raises(LedgerError, match=r"rows \[0, 1\] have \[0, 0\] kinds of owners"):
         ledger.audit()
 
 
@@ -625,7 +658,7 @@ def test_release_is_idempotent_and_the_lowest_blocks_go_out_first():
     assert ledger.release(1) == 0
     assert ledger.grow(3, 3) == [0, 1, 4]
     with pytest.raises(LedgerError, match="2 blocks of 1"):
-        ledger.grow(3, 2)
+        ledger.grow(3, 5)
 
 
 def test_resident_requests_are_at_most_max_running():
