@@ -22,7 +22,7 @@ from deepinfer.kernels.graphs import Graph, StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
 from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
 from deepinfer.kernels.packed_linear import PackedLinear
-from deepinfer.kernels.stored_rows import StoredRows
+from deepinfer.kernels.packing import Stored
 from deepinfer.kernels.streams import AtOnce, Stream
 
 
@@ -99,13 +99,13 @@ class Ops(Protocol):
         ...
 
     @property
-    def packs_rows(self) -> bool:
-        """Whether there is `rows`, for bf16 compute."""
+    def packs_stored(self) -> bool:
+        """Whether there is `stored`, for bf16 compute."""
         ...
 
-    def rows(
+    def stored(
         self,
-        rows: StoredRows,
+        weights: Stored,
         bias: Tensor | None,
         batch_invariant: bool,
         bf16_prefill: bool,
@@ -210,20 +210,20 @@ class CpuOps:
         return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_prefill, out_dtype)
 
     @property
-    def packs_rows(self) -> bool:
+    def packs_stored(self) -> bool:
         return packed_linear.available()
 
-    def rows(
+    def stored(
         self,
-        rows: StoredRows,
+        weights: Stored,
         bias: Tensor | None,
         batch_invariant: bool,
         bf16_prefill: bool,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        kind = {4: self._w4_kind, 8: P_INT8, 16: P_BF16}[rows.bits]
+        kind = {4: self._w4_kind, 8: P_INT8, 16: P_BF16}[weights.bits]
         rounded = kind == P_INT4 and bf16_prefill and not batch_invariant
-        return PackedLinear(kind, rows, bias=bias, out_dtype=out_dtype or torch.bfloat16, rounded=rounded)
+        return PackedLinear(kind, weights, bias=bias, out_dtype=out_dtype or torch.bfloat16, rounded=rounded)
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:
         return ReorderedLinear(linear, order, take_columns)

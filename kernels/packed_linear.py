@@ -21,11 +21,11 @@ from deepinfer.kernels.cpu.packed_products import (
     record_bytes,
     vnni_available,
 )
-from deepinfer.kernels.cpu.repack import fit_half, pack_records
+from deepinfer.kernels.cpu.repack import WORTH_WAKING, fit_half, pack_records
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
-from deepinfer.kernels.linear import dequantise
-from deepinfer.kernels.packing import pack_rows
+from deepinfer.kernels.packing import Stored, pack_stored
 from deepinfer.kernels.stored_rows import StoredRows
+from deepinfer.kernels.stored_words import StoredWords
 
 KINDS = {
     P_INT4: "w4a16 bf16 dot",
@@ -55,8 +55,8 @@ class PackedLinear:
 
     Args:
         kind: P_INT4, P_INT8, P_BF16 or P_INT4_A8 of `cpu.packed_products`.
-        codes: [M, K], uint8 0 .. 15, int8, or bf16; or rows of files, with their scales and minima, which are packed
-            before `packing.gathered` ends. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
+        codes: [M, K], uint8 0 .. 15, int8, or bf16; or weights of files, with their groups, scales and minima, which
+            are packed before `packing.gathered` ends. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
         bias: [M] or None. group: k that share a scale; 32, 64, 128 or 256.
         out_dtype: of y, bf16 or fp32.
         rounded: more than `COPY_ROWS` rows (by tiles `ROUND_ROWS`) meet 4-bit weights rounded to bf16, and are not
@@ -69,7 +69,7 @@ class PackedLinear:
     def __init__(
         self,
         kind: int,
-        codes: Tensor | StoredRows,
+        codes: Tensor | Stored,
         scales: Tensor | None = None,
         minima: Tensor | None = None,
         bias: Tensor | None = None,
@@ -80,6 +80,7 @@ class PackedLinear:
     ) -> None:
         if bias is not None and bias.shape != codes.shape[:1]:
             raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
+        group = group if isinstance(codes, Tensor) else codes.group
         self._by_tiles = by_tiles = tiles and kind != P_INT4_A8 and amx.available()
         self.kind = (TILE_KINDS if by_tiles else KINDS)[kind]
         self._outputs, self._width = codes.shape
@@ -90,17 +91,12 @@ class PackedLinear:
         self._padded_width = self._groups * group
         if rounded:
             self.kind += " + rounded to bf16" if by_tiles else " + bf16 copy"
-        copies = rounded and not by_tiles
         self._copy: Tensor | None = None
-        if isinstance(codes, StoredRows):
-            if group != CHUNK:
-                raise ValueError(f"rows of files are packed in groups of {CHUNK}, not {group}")
-            self._copy = codes.dense(torch.bfloat16) if copies else None
-            pack_rows(codes, kind, self._take)
+        if isinstance(codes, StoredRows | StoredWords):
+            pack_stored(codes, kind, self._take)
         else:
             factors = [part.float().contiguous() for part in (scales, minima) if part is not None]
             _check(kind, codes, factors, group)
-            self._copy = dequantise(codes, factors[0], factors[1], group).bfloat16() if copies else None
             codes = codes.contiguous()
             addresses = [part.data_ptr() for part in factors]
             wide = not all(fit_half(part.data_ptr(), part.numel()) for part in factors)
@@ -119,6 +115,8 @@ class PackedLinear:
         self._rounding_unit = 0
         if self._rounded and self._by_tiles:
             self._rounding_unit = matmul_unit(self._number, self._group, wide, is_bf16, True)
+        elif self._rounded:
+            self._copy = self.rows(torch.arange(self._outputs, dtype=torch.int32)).bfloat16()
 
     @property
     def weight_bytes(self) -> int:
@@ -177,7 +175,8 @@ class PackedLinear:
         out = torch.empty(len(ids), self._width)
         addresses = [part.data_ptr() for part in (ids, self._records, out)]
         task = Task(self._units.rows, len(ids), (*addresses, self._groups, self._width))
-        run_tasks([task], 1 if recorder() is None else numba.get_num_threads(), ids, out)
+        few = recorder() is None and out.numel() < WORTH_WAKING
+        run_tasks([task], 1 if few else numba.get_num_threads(), ids, out)
         return out
 
 

@@ -1,4 +1,4 @@
-"""Packs rows of files into the records of kernels: many matrices in one go, into one piece of memory."""
+"""Packs weights of files into the records of kernels: many matrices in one go, into one piece of memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 
 from deepinfer.kernels.cpu import file_rows
 from deepinfer.kernels.cpu.large_pages import untouched_bytes
-from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, P_BF16, P_INT4, P_INT4_A8, P_INT8, record_bytes
+from deepinfer.kernels.cpu.packed_products import BLOCK, P_BF16, P_INT4, P_INT4_A8, P_INT8, record_bytes
 from deepinfer.kernels.cpu.repack import WORTH_WAKING
 from deepinfer.kernels.cpu.tasks import Task, run_together
 from deepinfer.kernels.stored_rows import StoredRows
+from deepinfer.kernels.stored_words import StoredWords
 
 _LINE = 64
 _BATCH_BYTES = 64 << 20
@@ -26,26 +27,30 @@ _TYPES = {P_INT4: {"Q4_0", "Q4_1", "Q4_K"}, P_INT4_A8: {"Q4_0", "Q4_1", "Q4_K"},
 _WIDE = {"Q4_K"}
 """Whose scales and minima need more than fp16."""
 
+Stored = StoredRows | StoredWords
 Take = Callable[[torch.Tensor, bool], None]
-"""(records, uint8 [blocks, groups, bytes]; whether they are wide), as `packed_products` has them in groups of 32."""
+"""(records, uint8 [blocks, groups, bytes]; whether they are wide), as `packed_products` has them, in the groups of the
+weights."""
 
 
 class _Job(NamedTuple):
-    rows: StoredRows
+    weights: Stored
     kind: int
     wide: bool
     take: Take
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        blocks, groups = -(-len(self.rows.addresses) // BLOCK), -(-self.rows.columns // CHUNK)
-        return blocks, groups, record_bytes(self.kind, CHUNK, self.wide)
+        (rows, columns), group = self.weights.shape, self.weights.group
+        return -(-rows // BLOCK), -(-columns // group), record_bytes(self.kind, group, self.wide)
 
-    def task(self, records: torch.Tensor, room: int, faults: int) -> Task:
+    def tasks(self, records: torch.Tensor, room: int, faults: int) -> list[Task]:
+        if isinstance(self.weights, StoredWords):
+            return self.weights.tasks(self.kind, self.wide, records.data_ptr())
         units = {P_BF16: file_rows.pack_bf16_unit, P_INT8: file_rows.pack_int8_unit}
         unit = units.get(self.kind, file_rows.pack_int4_unit)()
-        arguments = (*self.rows.arguments(), records.data_ptr(), room, faults, int(self.wide))
-        return Task(unit, self.shape[0], arguments)
+        arguments = (*self.weights.arguments(), records.data_ptr(), room, faults, int(self.wide))
+        return [Task(unit, self.shape[0], arguments)]
 
 
 class _Waiting(threading.local):
@@ -57,17 +62,13 @@ class _Waiting(threading.local):
 _waiting = _Waiting()
 
 
-def pack_rows(rows: StoredRows, kind: int, take: Take) -> None:
-    """Gives `take` the records of `rows`, at once or before `gathered` ends. Codes of 4 bits are those of Q4 types, of
-    8 bits those of Q8_0; anything becomes bf16.
+def pack_stored(weights: Stored, kind: int, take: Take) -> None:
+    """Gives `take` the records of `weights`, at once or before `gathered` ends. Rows have codes of 4 bits in Q4 types,
+    of 8 bits in Q8_0, and anything becomes bf16. Words have codes of 4 bits, and scales and minima that are finite.
 
-    Raises NotFiniteError, for these rows or for others that waited, and ValueError for types without such codes.
+    Raises NotFiniteError, for these weights or for others that waited, and ValueError for weights without such codes.
     """
-    types = rows.type_names
-    without = types - _TYPES.get(kind, types)
-    if without:
-        raise ValueError(f"{', '.join(sorted(without))} has no codes for kind {kind}; {sorted(_TYPES[kind])} have")
-    job = _Job(rows, kind, kind != P_BF16 and bool(types & _WIDE), take)
+    job = _Job(weights, kind, _is_wide(weights, kind), take)
     if _waiting.jobs is None:
         _run([job])
         return
@@ -75,6 +76,18 @@ def pack_rows(rows: StoredRows, kind: int, take: Take) -> None:
     _waiting.num_bytes += math.prod(job.shape)
     if _waiting.num_bytes >= _BATCH_BYTES:
         _run_waiting()
+
+
+def _is_wide(weights: Stored, kind: int) -> bool:
+    if isinstance(weights, StoredWords):
+        if kind not in (P_INT4, P_INT4_A8):
+            raise ValueError(f"words of 4-bit codes have none for kind {kind}")
+        return not weights.fit_half()
+    types = weights.type_names
+    without = types - _TYPES.get(kind, types)
+    if without:
+        raise ValueError(f"{', '.join(sorted(without))} has no codes for kind {kind}; {sorted(_TYPES[kind])} have")
+    return kind != P_BF16 and bool(types & _WIDE)
 
 
 @contextmanager
@@ -103,13 +116,14 @@ def _run(jobs: Sequence[_Job]) -> None:
     workers = numba.get_num_threads() if len(memory) >= WORTH_WAKING else 1
     faults, room = np.zeros((len(jobs), 2), np.int64), np.empty(workers * file_rows.ROOM, np.uint8)
     tasks = [
-        job.task(records, room.ctypes.data, row.ctypes.data)
+        task
         for job, records, row in zip(jobs, made, faults, strict=True)
+        for task in job.tasks(records, room.ctypes.data, row.ctypes.data)
     ]
     run_together(tasks, workers)
     for job, (strange, _) in zip(jobs, faults, strict=True):
-        if strange:
-            raise job.rows.not_finite(torch.bfloat16)
+        if strange and isinstance(job.weights, StoredRows):
+            raise job.weights.not_finite(torch.bfloat16)
     again = []
     for job, records, (_, misfits) in zip(jobs, made, faults, strict=True):
         if misfits:

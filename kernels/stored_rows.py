@@ -11,6 +11,7 @@ import torch
 
 from deepinfer.kernels.cpu import file_rows
 from deepinfer.kernels.cpu.file_types import FILE_TYPES, NUMBER_OF
+from deepinfer.kernels.cpu.packed_products import CHUNK
 from deepinfer.kernels.cpu.repack import run_task
 from deepinfer.kernels.cpu.tasks import Task
 
@@ -50,6 +51,11 @@ class StoredRows(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.addresses), self.columns
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale, in what is packed."""
+        return CHUNK
 
     @property
     def type_names(self) -> set[str]:

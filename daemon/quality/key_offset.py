@@ -13,6 +13,7 @@ import torch
 
 from deepinfer.daemon.setting import ConfigError
 from deepinfer.kernels.stored_rows import StoredRows
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import ModelConfig, parameter_shapes
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -63,6 +64,9 @@ class _OffsetSource:
 
     def rows(self, name: str) -> StoredRows | None:
         return None if name in self._biases else self._source.rows(name)
+
+    def words(self, name: str) -> StoredWords | None:
+        return None if name in self._biases else self._source.words(name)
 
     def read_int4(self, name: str) -> Int4Groups | None:
         return None if name in self._biases else self._source.read_int4(name)

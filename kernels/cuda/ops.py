@@ -91,9 +91,9 @@ class CudaOps(CudaElementwise):
         """`bf16_prefill` is not needed here: many rows are dequantised into a workspace."""
         return CudaW4A16Linear(self._backend, codes, scales, minima, bias, group_size, batch_invariant, out_dtype)
 
-    packs_rows = False
+    packs_stored = False
 
-    def rows(self, *weights: object) -> Linear:
+    def stored(self, *weights: object) -> Linear:
         raise NotImplementedError("this device takes weights as tensors")
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepinfer.kernels.cpu.word_rows import EIGHT_ROWS
+from deepinfer.kernels.stored_words import CodeWords
 from deepinfer.stages.model.int4_matrix import Int4Matrix, nibbles
 from deepinfer.stages.model.packing import FLOATS, Layout, Parts
 
@@ -32,9 +34,10 @@ class AwqPacking:
         return Layout(8 * words, columns, group, np.arange(columns) // group, has_zeros=True)
 
     def unpack(self, prefix: str, layout: Layout) -> Int4Matrix:
-        codes, zeros = (_rows(self._parts.integers(f"{prefix}.{part}")) for part in ("qweight", "qzeros"))
+        words, zeros = (self._parts.integers(f"{prefix}.{part}") for part in ("qweight", "qzeros"))
         scales = np.ascontiguousarray(self._parts.floats(f"{prefix}.scales").T)
-        return Int4Matrix(codes, scales, zeros.astype(np.float32), layout.group_of)
+        numbers = scales, _rows(zeros).astype(np.float32)
+        return Int4Matrix(lambda: _rows(words), *numbers, layout.group_of, CodeWords(words, EIGHT_ROWS))
 
     def report(self) -> dict[str, object]:
         return {"method": "awq"}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.stored_rows import NotFiniteError, StoredRows, stored_rows
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model import gguf_codes
 from deepinfer.stages.model.config import EMBEDDING, HEAD, ModelConfig
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
@@ -110,6 +111,9 @@ class GGUFSource:
         rows = math.prod(tensor.shape) // columns
         memory = self._raw(tensor).reshape(rows, -1)
         return stored_rows(f"{tensor.path}: tensor {name}", tensor.type_name, memory, columns)
+
+    def words(self, name: str) -> StoredWords | None:
+        return None
 
     def read_int4(self, name: str) -> Int4Groups | None:
         tensor = self._tensors[name]

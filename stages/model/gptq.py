@@ -15,6 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
+from deepinfer.kernels.cpu.word_rows import COLUMNS
+from deepinfer.kernels.stored_words import CodeWords
 from deepinfer.stages.model.int4_matrix import Int4Matrix, nibbles
 from deepinfer.stages.model.packing import FLOATS, Layout, Parts
 from deepinfer.stages.model.quantisation import Scheme
@@ -51,13 +53,14 @@ class GptqPacking:
         return self._layouts[prefix]
 
     def unpack(self, prefix: str, layout: Layout) -> Int4Matrix:
-        codes = nibbles(self._parts.integers(f"{prefix}.qweight").T)
+        codes = self._parts.integers(f"{prefix}.qweight")
         words = self._parts.integers(f"{prefix}.qzeros")
         if self._version == "v1":
             words = (words.view(np.uint32) + _ONES).view(np.int32)  # A zero point of 0 borrowed from its neighbour.
         zeros = nibbles(words)[:, : layout.rows].T.astype(np.float32)
         scales = np.ascontiguousarray(self._parts.floats(f"{prefix}.scales").T)
-        return Int4Matrix(codes, scales, np.ascontiguousarray(zeros), layout.group_of)
+        numbers = scales, np.ascontiguousarray(zeros)
+        return Int4Matrix(lambda: nibbles(codes.T), *numbers, layout.group_of, CodeWords(codes, COLUMNS))
 
     def report(self) -> dict[str, object]:
         return {"method": "gptq", "zero_points": self._version, "labelled": self._scheme.label}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from deepinfer.kernels.cpu.packed_products import BLOCK
+from deepinfer.kernels.cpu.word_rows import COLUMNS
+from deepinfer.kernels.stored_words import CodeWords, StoredWords, WordsPart
 from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups, kernel_group
 
@@ -13,21 +17,24 @@ _ROWS_AT_ONCE = 512
 
 
 class Int4Matrix(NamedTuple):
-    codes: np.ndarray
-    """uint8 [rows, columns], 0 to 15; to 255 in a matrix of 8 bits."""
+    unpack: Callable[[], np.ndarray]
+    """Gives the codes, uint8 [rows, columns], 0 to 15; to 255 in a matrix of 8 bits."""
     scales: np.ndarray
     """float32 [rows, groups]."""
     zeros: np.ndarray
     """float32 [rows, groups], whole numbers."""
     group_of: np.ndarray
     """int [columns]: the group of each column. In act-order files any, else column // group."""
+    words: CodeWords | None = None
+    """The codes as the file has them, if they have 4 bits."""
 
     def dense(self) -> np.ndarray:
         """float32 [rows, columns], each weight rounded once."""
-        out = np.empty(self.codes.shape, np.float32)
+        codes = self.unpack()
+        out = np.empty(codes.shape, np.float32)
         for first in range(0, len(out), _ROWS_AT_ONCE):
             rows = slice(first, first + _ROWS_AT_ONCE)
-            np.subtract(self.codes[rows], self.zeros[rows][:, self.group_of], out=out[rows])
+            np.subtract(codes[rows], self.zeros[rows][:, self.group_of], out=out[rows])
             out[rows] *= self.scales[rows][:, self.group_of]
         return out
 
@@ -38,19 +45,29 @@ class Int4Matrix(NamedTuple):
         The minimum is -scale * zero: with 16-bit scales it is exact, and so is scale * code + minimum. With float32
         scales either may be off in the last bit of float32.
         """
-        order = column_order(self.group_of)
-        codes, group_of = self.codes, self.group_of
+        order, codes = column_order(self.group_of), self.unpack()
         if order is not None:
-            codes, group_of = np.ascontiguousarray(codes[:, order]), group_of[order]
-        of = group_of[::size]
-        scales, zeros = self.scales[:, of], self.zeros[:, of]
-        return Int4Groups(codes, scales, -scales * zeros, order)
+            codes = np.ascontiguousarray(codes[:, order])
+        return Int4Groups(codes, *self._factors(size, order), order)
+
+    def stored(self, size: int) -> StoredWords | None:
+        """The same without unpacking it, where the kernels take the words as they are."""
+        order = column_order(self.group_of)
+        if self.words is None or len(self.scales) % BLOCK or (order is not None and self.words.layout != COLUMNS):
+            return None
+        return StoredWords((WordsPart(self.words, *self._factors(size, order)),), size, order)
+
+    def _factors(self, size: int, order: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Scales and minima."""
+        of = (self.group_of if order is None else self.group_of[order])[::size]
+        scales, zeros = np.ascontiguousarray(self.scales[:, of]), self.zeros[:, of]
+        return scales, np.ascontiguousarray(-scales * zeros)
 
 
 def int8_groups(matrix: Int4Matrix) -> Int8Groups:
     """A symmetric matrix of 8 bits, whose groups are multiples of the kernels': the same weights, scales repeated."""
     of = matrix.group_of[::GROUP]
-    return Int8Groups((matrix.codes ^ 128).view(np.int8), np.ascontiguousarray(matrix.scales[:, of]))
+    return Int8Groups((matrix.unpack() ^ 128).view(np.int8), np.ascontiguousarray(matrix.scales[:, of]))
 
 
 def nibbles(words: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from deepinfer.kernels.linear import Linear, RowTable
 from deepinfer.kernels.ops import CpuOps, Ops
 from deepinfer.kernels.packing import gathered
 from deepinfer.kernels.stored_rows import NotFiniteError, StoredRows
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.heap import trim_heap
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.config import EMBEDDING, HEAD
@@ -25,7 +26,8 @@ from deepinfer.stages.model.precision import choose_dtype, is_packed, prefills_i
 from deepinfer.stages.model.rope import row_order
 from deepinfer.stages.model.weights import Progress, WeightReader, no_progress
 
-Weights = torch.Tensor | Int4Groups | StoredRows
+Rows = torch.Tensor | Int4Groups | StoredRows
+Weights = Rows | StoredWords
 """Of one linear form: as its kernels take them, or where they lie."""
 
 
@@ -87,7 +89,7 @@ class _Builder:
         self._files = checkpoint.describe()
         self._batch_invariant, self._bf16_prefill = batch_invariant, bf16_prefill
         self._key_bias, self._ops = key_bias, ops
-        self._by_rows = reader.dtype == torch.bfloat16 and ops.packs_rows
+        self._as_stored = reader.dtype == torch.bfloat16 and ops.packs_stored
 
     def model(self, compute_dtype: str) -> Model:
         tied = self._config.tie_word_embeddings
@@ -143,7 +145,7 @@ class _Builder:
     def _head(self, table: Int8Groups | StoredRows | torch.Tensor) -> Linear:
         """Gives float32: logits rounded to bf16 would cost as much as all other rounding together."""
         if isinstance(table, StoredRows):
-            return self._ops.rows(table, None, self._batch_invariant, self._bf16_prefill, torch.float32)
+            return self._ops.stored(table, None, self._batch_invariant, self._bf16_prefill, torch.float32)
         if isinstance(table, torch.Tensor):
             return self._ops.dense(table, None, self._batch_invariant, torch.float32)
         scales = torch.from_numpy(table.scales).float()
@@ -180,9 +182,12 @@ class _Builder:
         config = self._config
         parts = ["qkv"] if config.fused_projections else ["q", "k", "v"]
         names = [f"model.layers.{layer}.self_attn.{part}_proj" for part in parts]
-        weights, order = self._weights(names), row_order(config)
+        order = row_order(config)
+        if order is None and not config.qkv_bias:
+            return self._form(self._weights(names), None), None
+        weights = self._rows_of(names)
         if order is not None:
-            weights = weights[torch.from_numpy(order)] if isinstance(weights, torch.Tensor) else weights.permuted(order)
+            weights = _permuted(weights, order)
         if not config.qkv_bias:
             return self._form(weights, None), None
         bias = self._bias(names)
@@ -197,14 +202,15 @@ class _Builder:
                 k_bias = torch.zeros_like(k_bias)
         return self._form(weights, torch.cat((q_bias, k_bias, v_bias)).to(self._reader.dtype)), decided
 
-    def _key_rows(self, weights: Weights) -> torch.Tensor:
+    def _key_rows(self, weights: Rows) -> torch.Tensor:
         """float32 [kv_size, hidden] of fused q, k and v."""
         rows = np.arange(self._config.q_size, self._config.q_size + self._config.kv_size)
-        if isinstance(weights, torch.Tensor):
-            return weights[torch.from_numpy(rows)].float()
-        if isinstance(weights, Int4Groups):
-            return torch.from_numpy(weights.permuted(rows).dense())
-        return weights.permuted(rows).dense(self._reader.dtype).float()
+        keys = _permuted(weights, rows)
+        if isinstance(keys, torch.Tensor):
+            return keys.float()
+        return (
+            torch.from_numpy(keys.dense()) if isinstance(keys, Int4Groups) else keys.dense(self._reader.dtype).float()
+        )
 
     def _linear(self, names: Sequence[str], has_bias: bool) -> Linear:
         bias = self._bias(names).to(self._reader.dtype) if has_bias else None
@@ -215,9 +221,10 @@ class _Builder:
         return torch.cat([self._reader.vector(f"{name}.bias") for name in names])
 
     def _rows(self, weights: Sequence[str]) -> StoredRows | None:
-        return self._reader.rows(weights) if self._by_rows else None
+        return self._reader.rows(weights) if self._as_stored else None
 
-    def _weights(self, names: Sequence[str]) -> Weights:
+    def _rows_of(self, names: Sequence[str]) -> Rows:
+        """Of which some may be chosen."""
         weights = [f"{name}.weight" for name in names]
         rows = self._rows(weights)
         if rows is not None:
@@ -225,6 +232,11 @@ class _Builder:
         if self._reader.dtype != torch.bfloat16 or not is_packed(weights[0], self._headers):
             return self._reader.matrix(weights)
         return self._reader.int4(weights)
+
+    def _weights(self, names: Sequence[str]) -> Weights:
+        weights = [f"{name}.weight" for name in names]
+        words = self._reader.words(weights) if self._as_stored and is_packed(weights[0], self._headers) else None
+        return self._rows_of(names) if words is None else words
 
     def _form(
         self,
@@ -235,8 +247,9 @@ class _Builder:
     ) -> Linear:
         """`batch_invariant`: that of the model, by default."""
         batch_invariant = self._batch_invariant if batch_invariant is None else batch_invariant
-        if isinstance(weights, StoredRows):
-            return self._ops.rows(weights, bias, batch_invariant, self._bf16_prefill, out_dtype)
+        if isinstance(weights, StoredRows | StoredWords):
+            linear = self._ops.stored(weights, bias, batch_invariant, self._bf16_prefill, out_dtype)
+            return self._in_order(linear, weights.order if isinstance(weights, StoredWords) else None)
         if isinstance(weights, torch.Tensor):
             return self._ops.dense(weights, bias, batch_invariant, out_dtype)
         linear = self._ops.w4a16(
@@ -249,4 +262,11 @@ class _Builder:
             self._bf16_prefill,
             out_dtype,
         )
-        return linear if weights.order is None else self._ops.reordered(linear, torch.from_numpy(weights.order))
+        return self._in_order(linear, weights.order)
+
+    def _in_order(self, linear: Linear, order: np.ndarray | None) -> Linear:
+        return linear if order is None else self._ops.reordered(linear, torch.from_numpy(order))
+
+
+def _permuted(weights: Rows, rows: np.ndarray) -> Rows:
+    return weights[torch.from_numpy(rows)] if isinstance(weights, torch.Tensor) else weights.permuted(rows)

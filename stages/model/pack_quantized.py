@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepinfer.kernels.cpu.word_rows import ROWS
+from deepinfer.kernels.stored_words import CodeWords
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.int4_matrix import Int4Matrix, nibbles, octets
 from deepinfer.stages.model.packing import FLOATS, Layout, Parts
@@ -49,7 +51,7 @@ class PackQuantized:
 
     def unpack(self, prefix: str, layout: Layout) -> Int4Matrix:
         unpacked = nibbles if layout.bits == 4 else octets
-        codes = unpacked(self._parts.integers(f"{prefix}.weight_packed"))[:, : layout.columns]
+        words = self._parts.integers(f"{prefix}.weight_packed")
         scales = self._parts.floats(f"{prefix}.weight_scale")
         half = 2 ** (layout.bits - 1)
         zeros = np.full_like(scales, half)
@@ -57,7 +59,12 @@ class PackQuantized:
             stored = self._parts.integers(f"{prefix}.weight_zero_point")
             is_packed = stored.dtype == np.int32
             zeros[:] = unpacked(stored.T)[:, : layout.rows].T if is_packed else stored.astype(np.float32) + half
-        return Int4Matrix(np.ascontiguousarray(codes), scales, zeros, layout.group_of)
+
+        def codes() -> np.ndarray:
+            return np.ascontiguousarray(unpacked(words)[:, : layout.columns])
+
+        whole = layout.bits == 4 and layout.columns % 8 == 0
+        return Int4Matrix(codes, scales, zeros, layout.group_of, CodeWords(words, ROWS) if whole else None)
 
     def report(self) -> dict[str, object]:
         return {"method": "compressed-tensors", "format": "pack-quantized"}

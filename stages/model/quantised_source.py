@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from deepinfer.kernels.stored_rows import StoredRows
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model.awq import AwqPacking
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -70,6 +71,10 @@ class QuantisedSource:
 
     def rows(self, name: str) -> StoredRows | None:
         return None if name in self._layouts else self._raw.rows(name)
+
+    def words(self, name: str) -> StoredWords | None:
+        group = self.headers[name].group
+        return self._unpack(name).stored(group) if group and name in self._layouts else None
 
     def read_int4(self, name: str) -> Int4Groups | None:
         group = self.headers[name].group

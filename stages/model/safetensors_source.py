@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from deepinfer.kernels.stored_rows import StoredRows, stored_rows
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
 from deepinfer.stages.model.folder_names import INDEX, SINGLE
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -72,6 +73,9 @@ class SafetensorsSource:
         memory = self.read(name).contiguous().view(torch.uint8).numpy()
         where = f"{self._folder / self._shard_of[name]}: tensor {name}"
         return stored_rows(where, header.dtype, memory, header.shape[1])
+
+    def words(self, name: str) -> StoredWords | None:
+        return None
 
     def read_int4(self, name: str) -> Int4Groups | None:
         return None

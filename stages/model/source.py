@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepinfer.kernels.stored_rows import StoredRows
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model.gguf_codes import Int8Groups
 from deepinfer.stages.model.int4 import Int4Groups
 
@@ -36,6 +37,10 @@ class WeightSource(Protocol):
 
     def rows(self, name: str) -> StoredRows | None:
         """Where the rows of a matrix of floats or of ggml's blocks lie, or None for any other tensor."""
+        ...
+
+    def words(self, name: str) -> StoredWords | None:
+        """The 4-bit codes of a matrix where they lie, with its scales and minima, or None for any other tensor."""
         ...
 
     def read_int4(self, name: str) -> Int4Groups | None:

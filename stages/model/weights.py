@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.stored_rows import NotFiniteError, StoredRows, joined_rows, same_rows
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model.checkpoint import Checkpoint
 from deepinfer.stages.model.errors import CheckpointError
 from deepinfer.stages.model.gguf_codes import Int8Groups
@@ -51,6 +52,17 @@ class WeightReader:
         for name in names:
             self._taken(name)
         return joined_rows(parts)
+
+    def words(self, names: Sequence[str]) -> StoredWords | None:
+        """The 4-bit codes of `names`, below one another and in one order of columns, where they lie; or None, with
+        nothing read, where one of them has none or they differ in groups."""
+        found = [part for part in (self._source.words(name) for name in names) if part is not None]
+        if len(found) < len(names) or len({part.group for part in found}) > 1:
+            return None
+        for name, stored in zip(names, found, strict=True):
+            finite = all(np.isfinite(part.scales).all() and np.isfinite(part.minima).all() for part in stored.parts)
+            self._check(name, finite)
+        return found[0]._replace(parts=tuple(part for stored in found for part in stored.parts))
 
     def matrix(self, names: Sequence[str]) -> torch.Tensor:
         """The rows of `names` below one another, compute dtype [rows, columns], memory of its own."""

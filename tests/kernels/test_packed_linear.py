@@ -164,13 +164,11 @@ def test_rows_of_files_are_multiplied_as_their_dense_weights_are(kind, type_name
     assert torch.equal(linear.rows(ids), weights.float()[ids.long()])
 
 
-def test_rows_of_files_without_such_codes_or_groups_are_refused():
+def test_rows_of_files_without_such_codes_are_refused():
     rows = stored_rows("w", "Q6_K", random_rows("Q6_K", 16, 256), 256)
     for kind in (P_INT4, P_INT4_A8, P_INT8):
         with pytest.raises(ValueError, match=f"Q6_K has no codes for kind {kind}"):
             PackedLinear(kind, rows)
-    with pytest.raises(ValueError, match="in groups of 32, not 64"):
-        PackedLinear(P_BF16, rows, group=64)
 
 
 def every_kind(outputs, width, tiles):

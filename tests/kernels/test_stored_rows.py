@@ -29,17 +29,17 @@ def stored(type_name, rows, columns, seed=0, where="a.gguf: tensor w"):
 
 def packed(rows, kind):
     taken = []
-    packing.pack_rows(rows, kind, lambda records, wide: taken.append((records, wide)))
+    packing.pack_stored(rows, kind, lambda records, wide: taken.append((records, wide)))
     return taken[0]
 
 
-def records_of(kind, codes, factors=(), wide=False):
+def records_of(kind, codes, factors=(), wide=False, group=CHUNK):
     """What `repack` makes of dense weights; it has tests of its own."""
-    blocks, groups = -(-codes.shape[0] // 16), -(-codes.shape[1] // CHUNK)
-    records = torch.empty((blocks, groups, record_bytes(kind, CHUNK, wide)), dtype=torch.uint8)
+    blocks, groups = -(-codes.shape[0] // 16), -(-codes.shape[1] // group)
+    records = torch.empty((blocks, groups, record_bytes(kind, group, wide)), dtype=torch.uint8)
     codes, factors = codes.contiguous(), [factor.contiguous() for factor in factors]
     addresses = [factor.data_ptr() for factor in factors]
-    repack.pack_records(kind, CHUNK, wide, codes.data_ptr(), addresses, records.data_ptr(), *codes.shape)
+    repack.pack_records(kind, group, wide, codes.data_ptr(), addresses, records.data_ptr(), *codes.shape)
     return records
 
 
@@ -206,7 +206,7 @@ def test_what_is_gathered_is_packed_at_the_end_or_when_there_is_enough_of_it(mon
         taken = [[] for _ in parts]
         with packing.gathered():
             for number, (rows, _) in enumerate(parts):
-                packing.pack_rows(rows, P_BF16, lambda *made, number=number, taken=taken: taken[number].append(made))
+                packing.pack_stored(rows, P_BF16, lambda *made, number=number, taken=taken: taken[number].append(made))
                 assert bool(taken[0]) == (most == 100_000 and number >= 3)
         for [(records, _)], (_, values) in zip(taken, parts, strict=True):
             assert torch.equal(records, records_of(P_BF16, values.bfloat16()))
@@ -218,7 +218,7 @@ def test_what_waited_is_dropped_with_an_error_and_nothing_waits_after_it():
 
     def fail():
         with packing.gathered():
-            packing.pack_rows(rows, P_BF16, lambda *records: taken.append(records))
+            packing.pack_stored(rows, P_BF16, lambda *records: taken.append(records))
             raise RuntimeError
 
     with pytest.raises(RuntimeError):

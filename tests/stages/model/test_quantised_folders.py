@@ -31,7 +31,10 @@ from quantised_folders import (
 from reference import teacher_forced_logits
 from tiny_checkpoints import random_ids, tiny_model
 
+from deepinfer.kernels import packed_linear
+from deepinfer.kernels.cpu.packed_products import P_INT4
 from deepinfer.kernels.devices import open_device
+from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model import Checkpoint, UnsupportedModelError, load_model, open_checkpoint
 from deepinfer.stages.model.quantisation import scheme_from_json
 from deepinfer.stages.model.quantised_source import QuantisedSource
@@ -85,6 +88,15 @@ def _check_weights(checkpoint: Checkpoint, folder: QuantisedFolder, in_codes: bo
         assert (groups is not None) == in_codes
         if groups is not None:
             assert torch.equal(torch.from_numpy(groups.dense()), expected), name
+            assert groups.order is not None or checkpoint.source.words(name) is not None
+        _check_words(checkpoint.source.words(name), expected)
+
+
+def _check_words(words: StoredWords | None, expected: torch.Tensor) -> None:
+    """They are packed to the definition, to the bit."""
+    if words is not None and packed_linear.available():
+        rows = packed_linear.PackedLinear(P_INT4, words).rows(torch.arange(len(expected), dtype=torch.int32))
+        assert torch.equal(rows, expected if words.order is None else expected[:, torch.from_numpy(words.order)])
 
 
 @pytest.mark.parametrize("case", CASES)
