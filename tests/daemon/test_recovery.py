@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -223,7 +224,10 @@ def test_an_engine_that_is_stopped_before_it_could_do_anything_ends_with_its_fro
     with started(tiny_path, folder) as daemon:
         wait_for(daemon.children, "the engine")
         engine = engine_of(daemon)
+        wait_for(lambda: os.getpgid(engine.pid) == engine.pid, "its process group")
         engine.suspend()
+        # Only a stop that has arrived is seen when the front dies: on a busy machine it may come later.
+        wait_for(lambda: engine.status() == psutil.STATUS_STOPPED, "the stop")
         daemon.process.kill()
         daemon.process.wait()
         _, alive = psutil.wait_procs([engine], timeout=5)
