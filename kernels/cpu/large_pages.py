@@ -11,7 +11,7 @@ PAGE = 2 << 20
 
 
 def untouched_bytes(count: int) -> torch.Tensor:
-    """uint8 [count], fresh and not initialised. Large ones lie in pages of 2 MiB where the system grants them (Linux,
+    """uint8 [count], not initialised. Large ones lie in pages of 2 MiB where the system grants them (Linux,
     unless transparent huge pages are switched off). What lies before is never touched, so it takes no memory.
     """
     if count < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
