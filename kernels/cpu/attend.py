@@ -14,7 +14,7 @@ from deepinfer.kernels.codecs import INT8
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_float, load_half, prefetch, store_float
+from deepinfer.kernels.cpu.memory import load_float, load_half, load_int, load_int32, prefetch, store_float
 from deepinfer.kernels.cpu.tiles import TILE, add_rotated, tile_accumulate, tile_scores
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
@@ -38,13 +38,25 @@ _ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
 @helper
+def heads_of_group(layer):  # type: ignore[no-untyped-def]
+    """Query heads of a KV head."""
+    return load_int(layer + plan.NUM_Q_HEADS) // load_int(layer + plan.NUM_KV_HEADS)
+
+
+@helper
+def block_at(layer, table, place):  # type: ignore[no-untyped-def]
+    """Where the block of a token begins, in bytes from block 0 on."""
+    return load_int32(table + 4 * (place >> load_int(layer + plan.BLOCK_SHIFT))) * load_int(layer + plan.BLOCK_BYTES)
+
+
+@helper
 def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, head_dim, tile, tile_scales):  # type: ignore[no-untyped-def]
     """Decode tokens first .. first + count of one KV head to fp32 [16, head_dim], and their scales to [16].
 
     Slots past `count` are not read: what lies there may be anything. Their rows and scales become zeros.
     """
     literally(codec)
-    shift = layer[plan.BLOCK_SHIFT]
+    shift = load_int(layer + plan.BLOCK_SHIFT)
     for token in range(TILE):
         target = tile + 4 * head_dim * token
         if token >= count:
@@ -53,7 +65,7 @@ def load_tile(codec, itemsize, codes, scales, layer, table, head, first, count, 
             store_float(tile_scales + 4 * token, _ZERO)
             continue
         place = first + token
-        block = np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES]
+        block = block_at(layer, table, place)
         slot = (head << shift) + (place & ((1 << shift) - 1))
         source = codes + block + slot * head_dim * itemsize
         for lane in range(0, head_dim, LANES):
@@ -67,23 +79,21 @@ def add_key_bias(codec, layer, head, first, count, head_dim, tile, tile_scales):
     """Turn the decoded keys of tokens first .. first + count into whole ones: scaled, with RoPE(b, position) added."""
     literally(codec)
     literally(head_dim)
-    bias = layer[plan.KEY_BIAS_ADDRESS] + 4 * head_dim * head
+    bias = load_int(layer + plan.KEY_BIAS_ADDRESS) + 4 * head_dim * head
+    cos, sin = load_int(layer + plan.COS_ADDRESS), load_int(layer + plan.SIN_ADDRESS)
     for token in range(count):
         turn = 4 * (head_dim // 2) * (first + token)
         factor = load_float(tile_scales + 4 * token) if codec == _INT8 else _ONE
-        add_rotated(
-            tile + 4 * head_dim * token, factor, bias, layer[plan.COS_ADDRESS] + turn, layer[plan.SIN_ADDRESS] + turn,
-            head_dim,
-        )  # fmt: skip
+        add_rotated(tile + 4 * head_dim * token, factor, bias, cos + turn, sin + turn, head_dim)
 
 
 @helper
 def prefetch_tokens(codes, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
     """Ask for the codes of tokens first .. end of one KV head, if there are any: eight of them lie side by side."""
-    shift = layer[plan.BLOCK_SHIFT]
+    shift = load_int(layer + plan.BLOCK_SHIFT)
     for place in range(first, end, 8):
         slot = (head << shift) + (place & ((1 << shift) - 1))
-        source = codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes
+        source = codes + block_at(layer, table, place) + slot * row_bytes
         for line in range(0, 8 * row_bytes, 64):
             prefetch(source + line)
 
@@ -128,8 +138,8 @@ def attend_unit(  # type: ignore[no-untyped-def]
     literally(act_codec)
     literally(biased)
     literally(capped)
-    group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
-    window = layer[plan.WINDOW]
+    group = heads_of_group(layer)
+    window = load_int(layer + plan.WINDOW)
     tile_scales = scratch + 4 * 2 * TILE * head_dim
     states = tile_scales + 4 * 2 * LANES
     stride = 4 * (head_dim + 2 * LANES)
@@ -137,26 +147,26 @@ def attend_unit(  # type: ignore[no-untyped-def]
         for lane in range(0, head_dim + LANES, LANES):
             store_f32(states + index * stride + 4 * lane, splat(_ZERO))
         store_f32(states + index * stride + 4 * (head_dim + LANES), splat(_LOWEST))
-    context = np.int64(positions[end - 1]) + 1
-    start = max(0, np.int64(positions[first]) - window + 1) if window > 0 else 0
+    context = load_int32(positions + 4 * (end - 1)) + 1
+    start = max(0, load_int32(positions + 4 * first) - window + 1) if window > 0 else 0
     for token in range(start - start % TILE, context, TILE):
         count = min(TILE, context - token)
         load_tile(
-            k_codec, k_bytes, layer[plan.K_ADDRESS], layer[plan.K_SCALES_ADDRESS],
+            k_codec, k_bytes, load_int(layer + plan.K_ADDRESS), load_int(layer + plan.K_SCALES_ADDRESS),
             layer, table, head, token, count, head_dim, scratch, tile_scales,
         )  # fmt: skip
         if biased:
             add_key_bias(k_codec, layer, head, token, count, head_dim, scratch, tile_scales)
         load_tile(
-            v_codec, v_bytes, layer[plan.V_ADDRESS], layer[plan.V_SCALES_ADDRESS],
+            v_codec, v_bytes, load_int(layer + plan.V_ADDRESS), load_int(layer + plan.V_SCALES_ADDRESS),
             layer, table, head, token, count, head_dim,
             scratch + 4 * TILE * head_dim, tile_scales + 4 * LANES,
         )  # fmt: skip
         ahead, ahead_end = token + TILE, min(token + 2 * TILE, context)
-        prefetch_tokens(layer[plan.K_ADDRESS], head_dim * k_bytes, layer, table, head, ahead, ahead_end)
-        prefetch_tokens(layer[plan.V_ADDRESS], head_dim * v_bytes, layer, table, head, ahead, ahead_end)
+        prefetch_tokens(load_int(layer + plan.K_ADDRESS), head_dim * k_bytes, layer, table, head, ahead, ahead_end)
+        prefetch_tokens(load_int(layer + plan.V_ADDRESS), head_dim * v_bytes, layer, table, head, ahead, ahead_end)
         for row in range(first, end):
-            high = np.int64(positions[row]) + 1 - token
+            high = load_int32(positions + 4 * row) + 1 - token
             low = high - window if window > 0 else 0
             if high <= 0 or low >= TILE:
                 continue
@@ -169,7 +179,7 @@ def attend_unit(  # type: ignore[no-untyped-def]
     for row in range(first, end):
         for member in range(group):
             state = states + stride * ((row - first) * group + member)
-            target = out + act_bytes * head_dim * (row * layer[plan.NUM_Q_HEADS] + head * group + member)
+            target = out + act_bytes * head_dim * (row * load_int(layer + plan.NUM_Q_HEADS) + head * group + member)
             inverse = splat(_ONE / lane_sum(load_f32(state + 4 * head_dim)))
             for lane in range(0, head_dim, LANES):
                 # Adding zero turns -0 into 0, which is all that a tile's masked slots could change.

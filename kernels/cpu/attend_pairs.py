@@ -17,7 +17,7 @@ from numba import literally
 
 from deepinfer.kernels.codecs import FP16, INT8
 from deepinfer.kernels.cpu import plan
-from deepinfer.kernels.cpu.attend import prefetch_tokens
+from deepinfer.kernels.cpu.attend import block_at, heads_of_group, prefetch_tokens
 from deepinfer.kernels.cpu.bf16_tiles import (
     TILE,
     any_larger,
@@ -35,7 +35,7 @@ from deepinfer.kernels.cpu.bf16_tiles import (
 )
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_float, load_half, prefetch, store_float
+from deepinfer.kernels.cpu.memory import load_float, load_half, load_int, load_int32, prefetch, store_float
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
@@ -97,10 +97,10 @@ def _zero_row(target, num_bytes):  # type: ignore[no-untyped-def]
 def _rows_of(codes, row_bytes, layer, table, head, first, count, staged):  # type: ignore[no-untyped-def]
     """Address of the codes of sixteen tokens from `first` on, one after the other: in their block, or, where they lie
     in two blocks or there are only `count` of them, copied, with zeros for those that are missing."""
-    shift = layer[plan.BLOCK_SHIFT]
+    shift = load_int(layer + plan.BLOCK_SHIFT)
     if count >= LANES and shift >= 4:
         slot = (head << shift) + (first & ((1 << shift) - 1))
-        return codes + np.int64(table[first >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes
+        return codes + block_at(layer, table, first) + slot * row_bytes
     for token in range(LANES):
         target = staged + token * row_bytes
         if token >= count:
@@ -108,33 +108,31 @@ def _rows_of(codes, row_bytes, layer, table, head, first, count, staged):  # typ
             continue
         place = first + token
         slot = (head << shift) + (place & ((1 << shift) - 1))
-        _copy_row(
-            codes + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + slot * row_bytes, target, row_bytes
-        )
+        _copy_row(codes + block_at(layer, table, place) + slot * row_bytes, target, row_bytes)
     return staged
 
 
 @helper
 def _load_scales(scales, layer, table, head, first, count, target):  # type: ignore[no-untyped-def]
     """Scales of sixteen tokens as fp32, zeros for those beyond `count`."""
-    shift = layer[plan.BLOCK_SHIFT]
+    shift = load_int(layer + plan.BLOCK_SHIFT)
     if count >= LANES and shift >= 4:
         slot = (head << shift) + (first & ((1 << shift) - 1))
-        store_f32(target, load16(_FP16, scales + np.int64(table[first >> shift]) * layer[plan.BLOCK_BYTES] + 2 * slot))
+        store_f32(target, load16(_FP16, scales + block_at(layer, table, first) + 2 * slot))
         return
     for token in range(LANES):
         value = _ZERO
         if token < count:
             place = first + token
             slot = (head << shift) + (place & ((1 << shift) - 1))
-            value = load_half(scales + np.int64(table[place >> shift]) * layer[plan.BLOCK_BYTES] + 2 * slot)
+            value = load_half(scales + block_at(layer, table, place) + 2 * slot)
         store_float(target + 4 * token, value)
 
 
 @helper
 def first_seen(layer, position):  # type: ignore[no-untyped-def]
     """The first token of the first tile that a row at a position sees."""
-    window = layer[plan.WINDOW]
+    window = load_int(layer + plan.WINDOW)
     start = max(0, position - window + 1) if window > 0 else 0
     return start - start % TILE
 
@@ -145,18 +143,21 @@ def _prefetch(codec, codes, row_bytes, scales, layer, table, head, first, end): 
     literally(codec)
     prefetch_tokens(codes, row_bytes, layer, table, head, first, end)
     if codec == _INT8 and first < end:
-        slot = (head << layer[plan.BLOCK_SHIFT]) + (first & ((1 << layer[plan.BLOCK_SHIFT]) - 1))
-        prefetch(scales + np.int64(table[first >> layer[plan.BLOCK_SHIFT]]) * layer[plan.BLOCK_BYTES] + 2 * slot)
+        shift = load_int(layer + plan.BLOCK_SHIFT)
+        slot = (head << shift) + (first & ((1 << shift) - 1))
+        prefetch(scales + block_at(layer, table, first) + 2 * slot)
 
 
 @helper
 def _prefetch_keys(codec, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
-    _prefetch(codec, layer[plan.K_ADDRESS], row_bytes, layer[plan.K_SCALES_ADDRESS], layer, table, head, first, end)
+    codes, scales = load_int(layer + plan.K_ADDRESS), load_int(layer + plan.K_SCALES_ADDRESS)
+    _prefetch(codec, codes, row_bytes, scales, layer, table, head, first, end)
 
 
 @helper
 def _prefetch_values(codec, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
-    _prefetch(codec, layer[plan.V_ADDRESS], row_bytes, layer[plan.V_SCALES_ADDRESS], layer, table, head, first, end)
+    codes, scales = load_int(layer + plan.V_ADDRESS), load_int(layer + plan.V_SCALES_ADDRESS)
+    _prefetch(codec, codes, row_bytes, scales, layer, table, head, first, end)
 
 
 @helper
@@ -248,7 +249,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
     literally(v_codec)
     literally(head_dim)
     literally(at_once)
-    group, window = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS], layer[plan.WINDOW]
+    group, window = heads_of_group(layer), load_int(layer + plan.WINDOW)
     keys, values, staged, scales = scratch, scratch + place.values, scratch + place.staged, scratch + place.scales
     records = scratch + place.records
     k_row, v_row = head_dim * k_bytes, head_dim * v_bytes
@@ -262,15 +263,16 @@ def _attend_span(  # type: ignore[no-untyped-def]
         for half in range(2):
             at = token + half * LANES
             count = context - at
-            source = _rows_of(layer[plan.K_ADDRESS], k_row, layer, table, head, at, count, staged)
+            source = _rows_of(load_int(layer + plan.K_ADDRESS), k_row, layer, table, head, at, count, staged)
             key_pairs(k_codec, head_dim, source, keys + half * _VECTOR)
-            source = _rows_of(layer[plan.V_ADDRESS], v_row, layer, table, head, at, count, staged)
+            source = _rows_of(load_int(layer + plan.V_ADDRESS), v_row, layer, table, head, at, count, staged)
             value_pairs(v_codec, head_dim, source, values + half * 2 * LANES * head_dim)
             if k_codec == _INT8:
-                _load_scales(layer[plan.K_SCALES_ADDRESS], layer, table, head, at, count, scales + half * _VECTOR)
+                target = scales + half * _VECTOR
+                _load_scales(load_int(layer + plan.K_SCALES_ADDRESS), layer, table, head, at, count, target)
             if v_codec == _INT8:
                 target = scales + 4 * TILE + half * _VECTOR
-                _load_scales(layer[plan.V_SCALES_ADDRESS], layer, table, head, at, count, target)
+                _load_scales(load_int(layer + plan.V_SCALES_ADDRESS), layer, table, head, at, count, target)
         _prefetch_values(v_codec, v_row, layer, table, head, ahead, half_end)
         # Positions ascend by one, so the rows that see something of this tile lie side by side.
         seen_from = max(0, token - begin)
@@ -310,8 +312,8 @@ def attend_pairs(  # type: ignore[no-untyped-def]
     literally(act_codec)
     literally(head_dim)
     literally(at_once)
-    group, records = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS], scratch + place.records
-    begin, context = np.int64(positions[first]), np.int64(positions[end - 1]) + 1
+    group, records = heads_of_group(layer), scratch + place.records
+    begin, context = load_int32(positions + 4 * first), load_int32(positions + 4 * (end - 1)) + 1
     count = (end - first) * group
     states, state_length = records + count * record.length, record.decay
     _take_queries(head_dim, record, records, group, head, first, end, queries, row_floats)
@@ -330,7 +332,7 @@ def attend_pairs(  # type: ignore[no-untyped-def]
         for member in range(group):
             index = (row - first) * group + member
             state = states + index * state_length if several else records + index * record.length
-            target = out + act_bytes * head_dim * (row * layer[plan.NUM_Q_HEADS] + head * group + member)
+            target = out + act_bytes * head_dim * (row * load_int(layer + plan.NUM_Q_HEADS) + head * group + member)
             _write_output(act_codec, act_bytes, head_dim, state, state + record.sums, target)
 
 
@@ -344,7 +346,7 @@ def attend_segment(  # type: ignore[no-untyped-def]
     literally(v_codec)
     literally(head_dim)
     literally(at_once)
-    group, records = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS], scratch + place.records
+    group, records = heads_of_group(layer), scratch + place.records
     _take_queries(head_dim, record, records, group, head, row, row + 1, queries, row_floats)
     low, high = max(first_seen(layer, position), segment * SEGMENT), min(position + 1, (segment + 1) * SEGMENT)
     _attend_span(
@@ -362,10 +364,10 @@ def fold_segments(  # type: ignore[no-untyped-def]
     """The output of a row and KV head, from the states [segments, query heads of it] that `attend_segment` left."""
     literally(act_codec)
     literally(head_dim)
-    group = layer[plan.NUM_Q_HEADS] // layer[plan.NUM_KV_HEADS]
+    group = heads_of_group(layer)
     for member in range(group):
         _forget(scratch, record)
         for segment in range(first_seen(layer, position) // SEGMENT, position // SEGMENT + 1):
             _fold(scratch, states + (segment * group + member) * record.decay, record)
-        target = out + act_bytes * head_dim * (row * layer[plan.NUM_Q_HEADS] + head * group + member)
+        target = out + act_bytes * head_dim * (row * load_int(layer + plan.NUM_Q_HEADS) + head * group + member)
         _write_output(act_codec, act_bytes, head_dim, scratch, scratch + record.sums, target)

@@ -177,26 +177,6 @@ def set_byte(_typing: Any, address: Any) -> Any:
 
 
 @intrinsic
-def int32_pointer(_typing: Any, address: Any) -> Any:
-    """For `numba.carray`."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-
-    return nt.CPointer(nt.int32)(nt.int64), emit
-
-
-@intrinsic
-def int64_pointer(_typing: Any, address: Any) -> Any:
-    """For `numba.carray`."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], _I64.as_pointer())
-
-    return nt.CPointer(nt.int64)(nt.int64), emit
-
-
-@intrinsic
 def add_int(_typing: Any, address: Any, value: Any) -> Any:
     """Add to the int64 at an address and return what it was. Whoever adds or looks later sees earlier writes."""
 

@@ -7,11 +7,11 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, literally
+from numba import literally
 
 from deepinfer.kernels.codecs import BF16, Codec
 from deepinfer.kernels.cpu import bf16_tiles, plan
-from deepinfer.kernels.cpu.attend import attend_unit
+from deepinfer.kernels.cpu.attend import attend_unit, block_at
 from deepinfer.kernels.cpu.attend_pairs import (
     SEGMENT,
     attend_pairs,
@@ -34,8 +34,6 @@ from deepinfer.kernels.cpu.kv_write import (
 )
 from deepinfer.kernels.cpu.memory import (
     add_int,
-    int32_pointer,
-    int64_pointer,
     load_float,
     load_int,
     load_int32,
@@ -52,18 +50,18 @@ def write_head(  # type: ignore[no-untyped-def]
     """For one KV head of a row: rotate its query heads into `queries` (fp32, times `scale`), store its key and value.
     Returns how many elements were clamped and how many were not finite. `rounded`: to bf16, in the place of fp32."""
     literally(rounded)
-    num_q, num_kv = layer[plan.NUM_Q_HEADS], layer[plan.NUM_KV_HEADS]
-    cos = layer[plan.COS_ADDRESS] + 4 * position * (head_dim // 2)
-    sin = layer[plan.SIN_ADDRESS] + 4 * position * (head_dim // 2)
-    rotates = layer[plan.COS_ADDRESS] != 0
-    shift = layer[plan.BLOCK_SHIFT]
-    block = np.int64(table[position >> shift]) * layer[plan.BLOCK_BYTES]
+    num_q, num_kv = load_int(layer + plan.NUM_Q_HEADS), load_int(layer + plan.NUM_KV_HEADS)
+    cos = load_int(layer + plan.COS_ADDRESS) + 4 * position * (head_dim // 2)
+    sin = load_int(layer + plan.SIN_ADDRESS) + 4 * position * (head_dim // 2)
+    rotates = load_int(layer + plan.COS_ADDRESS) != 0
+    shift = load_int(layer + plan.BLOCK_SHIFT)
+    block = block_at(layer, table, position)
     head_bytes, group = act_bytes * head_dim, num_q // num_kv
     for member in range(head * group, (head + 1) * group):
         target = queries + 4 * head_dim * member
         unpack_head(act_codec, act_bytes, qkv + member * head_bytes, target, head_dim)
-        if layer[plan.Q_WEIGHT_ADDRESS] != 0:
-            normalise_head(target, layer[plan.Q_WEIGHT_ADDRESS], eps, head_dim)
+        if load_int(layer + plan.Q_WEIGHT_ADDRESS) != 0:
+            normalise_head(target, load_int(layer + plan.Q_WEIGHT_ADDRESS), eps, head_dim)
         if rotates:
             rotate_head(target, cos, sin, scale, head_dim)
         else:
@@ -73,17 +71,19 @@ def write_head(  # type: ignore[no-untyped-def]
     work = queries + 4 * head_dim * (num_q + head)
     place = (head << shift) + (position & ((1 << shift) - 1))
     unpack_head(act_codec, act_bytes, qkv + (num_q + head) * head_bytes, work, head_dim)
-    if layer[plan.K_WEIGHT_ADDRESS] != 0:
-        normalise_head(work, layer[plan.K_WEIGHT_ADDRESS], eps, head_dim)
+    if load_int(layer + plan.K_WEIGHT_ADDRESS) != 0:
+        normalise_head(work, load_int(layer + plan.K_WEIGHT_ADDRESS), eps, head_dim)
     if rotates:
         rotate_head(work, cos, sin, np.float32(1.0), head_dim)
     saturated, nonfinite, largest = make_storable(work, k_limit, head_dim)
-    codes = layer[plan.K_ADDRESS] + block + place * head_dim * k_bytes
-    store_head(k_codec, k_bytes, work, largest, codes, layer[plan.K_SCALES_ADDRESS] + block + 2 * place, head_dim)
+    codes = load_int(layer + plan.K_ADDRESS) + block + place * head_dim * k_bytes
+    scale_at = load_int(layer + plan.K_SCALES_ADDRESS) + block + 2 * place
+    store_head(k_codec, k_bytes, work, largest, codes, scale_at, head_dim)
     unpack_head(act_codec, act_bytes, qkv + (num_q + num_kv + head) * head_bytes, work, head_dim)
     above, bad, largest = make_storable(work, v_limit, head_dim)
-    codes = layer[plan.V_ADDRESS] + block + place * head_dim * v_bytes
-    store_head(v_codec, v_bytes, work, largest, codes, layer[plan.V_SCALES_ADDRESS] + block + 2 * place, head_dim)
+    codes = load_int(layer + plan.V_ADDRESS) + block + place * head_dim * v_bytes
+    scale_at = load_int(layer + plan.V_SCALES_ADDRESS) + block + 2 * place
+    store_head(v_codec, v_bytes, work, largest, codes, scale_at, head_dim)
     return saturated + above, nonfinite + bad
 
 
@@ -144,7 +144,7 @@ def rows_at_once(rows: int) -> int:
 def table_of(arguments, row):  # type: ignore[no-untyped-def]
     width = load_int(arguments + 8 * TABLE_WIDTH)
     sequence = load_int32(load_int(arguments + 8 * ROW_SEQ) + 4 * row)
-    return carray(int32_pointer(load_int(arguments + 8 * TABLES) + 4 * sequence * width), (width,))
+    return load_int(arguments + 8 * TABLES) + 4 * sequence * width
 
 
 @helper
@@ -153,8 +153,8 @@ def write_of(  # type: ignore[no-untyped-def]
     arguments, layer, row, head,
 ):  # fmt: skip
     """`write_head` of a row of the batch; counts what it clamped and what was not finite."""
-    heads = layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]
-    row_bytes = act_bytes * (heads + layer[plan.NUM_KV_HEADS]) * head_dim
+    heads = load_int(layer + plan.NUM_Q_HEADS) + load_int(layer + plan.NUM_KV_HEADS)
+    row_bytes = act_bytes * (heads + load_int(layer + plan.NUM_KV_HEADS)) * head_dim
     saturated, nonfinite = write_head(
         k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim,
         rounded, layer, table_of(arguments, row), load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row),
@@ -173,9 +173,9 @@ def write_of(  # type: ignore[no-untyped-def]
 def tile_of(arguments, layer, head_dim, first, end, worker):  # type: ignore[no-untyped-def]
     """Of rows first .. end of one sequence: its table, the positions, then queries, their stride in floats, the output
     and the worker's scratch."""
-    positions = carray(int32_pointer(load_int(arguments + 8 * POSITIONS)), (end,))
+    positions = load_int(arguments + 8 * POSITIONS)
     scratch = load_int(arguments + 8 * SCRATCH) + worker * load_int(arguments + 8 * SCRATCH_BYTES)
-    row_floats = (layer[plan.NUM_Q_HEADS] + layer[plan.NUM_KV_HEADS]) * head_dim
+    row_floats = (load_int(layer + plan.NUM_Q_HEADS) + load_int(layer + plan.NUM_KV_HEADS)) * head_dim
     queries, out = load_int(arguments + 8 * QUERIES), load_int(arguments + 8 * OUT)
     return table_of(arguments, first), positions, queries, row_floats, out, scratch
 
@@ -200,8 +200,8 @@ def attention_units(
 
     @unit
     def write(arguments, row, worker):  # type: ignore[no-untyped-def]
-        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
-        for head in range(layer[plan.NUM_KV_HEADS]):
+        layer = load_int(arguments)
+        for head in range(load_int(layer + plan.NUM_KV_HEADS)):
             write_of(
                 k_codec, k_bytes, k_limit, v_codec, v_bytes, v_limit, act_codec, act_bytes, head_dim, pairs,
                 arguments, layer, row, head,
@@ -209,8 +209,8 @@ def attention_units(
 
     @unit
     def attend(arguments, index, worker):  # type: ignore[no-untyped-def]
-        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
-        tile, head = index // layer[plan.NUM_KV_HEADS], index % layer[plan.NUM_KV_HEADS]
+        layer = load_int(arguments)
+        tile, head = index // load_int(layer + plan.NUM_KV_HEADS), index % load_int(layer + plan.NUM_KV_HEADS)
         bounds = load_int(arguments + 8 * TILES) + 8 * tile
         first, end = load_int32(bounds), load_int32(bounds + 4)
         table, positions, queries, row_floats, out, scratch = tile_of(arguments, layer, head_dim, first, end, worker)
@@ -227,8 +227,8 @@ def attention_units(
 
     @unit
     def decode(arguments, index, worker):  # type: ignore[no-untyped-def]
-        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
-        row, head = index // layer[plan.NUM_KV_HEADS], index % layer[plan.NUM_KV_HEADS]
+        layer = load_int(arguments)
+        row, head = index // load_int(layer + plan.NUM_KV_HEADS), index % load_int(layer + plan.NUM_KV_HEADS)
         if pairs:
             position = load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row)
             table = table_of(arguments, row)
@@ -254,12 +254,13 @@ def attention_units(
 
     @unit
     def segment(arguments, index, worker):  # type: ignore[no-untyped-def]
-        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
+        layer = load_int(arguments)
         states = load_int(arguments + 8 * STATES)
         segments = load_int(states)
         head_of_row, number = index // segments, index % segments
-        row, head = head_of_row // layer[plan.NUM_KV_HEADS], head_of_row % layer[plan.NUM_KV_HEADS]
-        position = np.int64(load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row))
+        num_kv = load_int(layer + plan.NUM_KV_HEADS)
+        row, head = head_of_row // num_kv, head_of_row % num_kv
+        position = load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row)
         if number * SEGMENT > position or (number + 1) * SEGMENT <= first_seen(layer, position):
             return
         table, _, queries, row_floats, _, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)
@@ -270,9 +271,9 @@ def attention_units(
 
     @unit
     def fold(arguments, index, worker):  # type: ignore[no-untyped-def]
-        layer = carray(int64_pointer(load_int(arguments)), (plan.LENGTH,))
-        row, head = index // layer[plan.NUM_KV_HEADS], index % layer[plan.NUM_KV_HEADS]
-        position = np.int64(load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row))
+        layer = load_int(arguments)
+        row, head = index // load_int(layer + plan.NUM_KV_HEADS), index % load_int(layer + plan.NUM_KV_HEADS)
+        position = load_int32(load_int(arguments + 8 * POSITIONS) + 4 * row)
         states = load_int(arguments + 8 * STATES)
         segments = load_int(states)
         _, _, _, _, out, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)

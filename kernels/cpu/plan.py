@@ -24,11 +24,10 @@ from deepinfer.kernels.kv_formats import BlockLayout
     COS_ADDRESS,
     SIN_ADDRESS,
     KEY_BIAS_ADDRESS,
-) = range(14)
-LENGTH = 14
-"""Addresses are those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k norm, cos
-and sin where nothing is rotated. The key bias is fp32 [kv heads, head_dim]; only kernels that are compiled for it read
-it."""
+) = range(0, 8 * 14, 8)
+"""Byte offsets, for `memory.load_int`: numba takes many times longer to compile an element of an array. Addresses are
+those of block 0. The block size is 1 << BLOCK_SHIFT. Weights are 0 where there is no q/k norm, cos and sin where
+nothing is rotated. The key bias is fp32 [kv heads, head_dim]; only kernels that are compiled for it read it."""
 
 
 def layer_plan(
