@@ -90,7 +90,7 @@ class StoredRows(NamedTuple):
         out, share = torch.empty(self.shape, dtype=dtype), max(1, _SHARE // self.columns)
         faults, room = np.zeros(1, np.int64), np.empty(numba.get_num_threads() * file_rows.ROOM, np.uint8)
         addresses = (out.data_ptr(), room.ctypes.data, faults.ctypes.data)
-        unit = file_rows.bf16_rows_unit() if dtype == torch.bfloat16 else file_rows.fp32_rows_unit()
+        unit = file_rows.plain_rows_unit(int(dtype == torch.bfloat16))
         run_task(Task(unit, -(-len(self.addresses) // share), (*self.arguments(), *addresses, share)), out.numel())
         return out, bool(faults[0])
 

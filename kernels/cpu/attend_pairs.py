@@ -18,10 +18,8 @@ from numba import literally
 from deepinfer.kernels.codecs import FP16, INT8
 from deepinfer.kernels.cpu import plan
 from deepinfer.kernels.cpu.attend import block_at, heads_of_group, prefetch_tokens
-from deepinfer.kernels.cpu.bf16_tiles import (
-    TILE,
+from deepinfer.kernels.cpu.bf16_rows import (
     any_larger,
-    key_pairs,
     largest_of,
     let_go_of_rows,
     pair_accumulate,
@@ -31,8 +29,8 @@ from deepinfer.kernels.cpu.bf16_tiles import (
     softmax_weight,
     spread_largest,
     store_pairs,
-    value_pairs,
 )
+from deepinfer.kernels.cpu.bf16_tiles import TILE, key_pairs, value_pairs
 from deepinfer.kernels.cpu.codecs import load16, store16
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import load_float, load_half, load_int, load_int32, prefetch, store_float

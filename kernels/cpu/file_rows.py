@@ -186,51 +186,34 @@ def pack_bf16_unit() -> int:
 
 
 @functools.cache
-def bf16_rows_unit() -> int:
-    """(addresses, types, rows, columns, out, room, faults, rows of a unit): as they are, rounded to bf16."""
+def plain_rows_unit(narrow: int) -> int:
+    """(addresses, types, rows, columns, out, room, faults, rows of a unit): as they are, in fp32 (0) or rounded to bf16
+    (`narrow`, 1)."""
+    item, vector = (2, CHUNK) if narrow else (4, LANES)
 
     @unit
     def plain(arguments, index, worker):  # type: ignore[no-untyped-def]
         addresses, types = load_int(arguments), load_int(arguments + 8)
         rows, columns, share = load_int(arguments + 16), load_int(arguments + 24), load_int(arguments + 56)
         spare, strange = load_int(arguments + 40) + worker * ROOM + _SPARE, 0
+        whole = columns // CHUNK * CHUNK
         for row in range(index * share, min((index + 1) * share, rows)):
             kind, address = load_byte(types + row), load_int(addresses + 8 * row)
-            out, whole = load_int(arguments + 32) + 2 * row * columns, columns // CHUNK * CHUNK
-            decode_narrow(kind, address, 0, whole, out)
-            for k in range(0, whole, CHUNK):
-                strange |= _strange(1, out + 2 * k)
-            if whole < columns:
-                _read_rest(kind, address, whole, columns - whole, spare)
+            out = load_int(arguments + 32) + item * row * columns
+            if narrow:
+                decode_narrow(kind, address, 0, whole, out)
+            else:
+                decode_wide(kind, address, 0, whole, out)
+            for k in range(0, whole, vector):
+                strange |= _strange(narrow, out + item * k)
+            if whole == columns:
+                continue
+            _read_rest(kind, address, whole, columns - whole, spare)
+            if narrow:
                 _round_spare(spare)
-                strange |= _strange(1, spare)
-                _copy_words(spare, columns - whole, out + 2 * whole)
-        if strange:
-            add_int(load_int(arguments + 48), 1)
-
-    return plain.address
-
-
-@functools.cache
-def fp32_rows_unit() -> int:
-    """The same in fp32."""
-
-    @unit
-    def plain(arguments, index, worker):  # type: ignore[no-untyped-def]
-        addresses, types = load_int(arguments), load_int(arguments + 8)
-        rows, columns, share = load_int(arguments + 16), load_int(arguments + 24), load_int(arguments + 56)
-        spare, strange = load_int(arguments + 40) + worker * ROOM + _SPARE, 0
-        for row in range(index * share, min((index + 1) * share, rows)):
-            kind, address = load_byte(types + row), load_int(addresses + 8 * row)
-            out, whole = load_int(arguments + 32) + 4 * row * columns, columns // CHUNK * CHUNK
-            decode_wide(kind, address, 0, whole, out)
-            for k in range(0, whole, LANES):
-                strange |= _strange(0, out + 4 * k)
-            if whole < columns:
-                _read_rest(kind, address, whole, columns - whole, spare)
-                strange |= _strange(0, spare) | _strange(0, spare + 4 * LANES)
-                for k in range(whole, columns):
-                    store_float(out + 4 * k, load_float(spare + 4 * (k - whole)))
+            for k in range(0, CHUNK, vector):
+                strange |= _strange(narrow, spare + item * k)
+            _copy_words(spare, (columns - whole) * item // 2, out + item * whole)
         if strange:
             add_int(load_int(arguments + 48), 1)
 

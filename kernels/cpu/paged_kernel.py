@@ -21,7 +21,7 @@ from deepinfer.kernels.cpu.attend_pairs import (
     places,
     prefetch_first,
 )
-from deepinfer.kernels.cpu.bf16_tiles import MATRIX_ROWS
+from deepinfer.kernels.cpu.bf16_rows import MATRIX_ROWS, row_record
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.kv_write import (
     make_storable,
@@ -195,7 +195,7 @@ def attention_units(
     act_codec, act_bytes, biased = activations.number, activations.itemsize, int(key_bias)
     capped, cap = int(soft_cap > 0), np.float32(soft_cap)
     pairs = int(multiplies_pairs(k, v, activations, head_dim, key_bias, soft_cap))
-    record, place = bf16_tiles.row_record(head_dim), places(head_dim)
+    record, place = row_record(head_dim), places(head_dim)
     together, alone = (MATRIX_ROWS, MATRIX_ROWS) if by_tiles else (4, rows_at_once(group))
 
     @unit
