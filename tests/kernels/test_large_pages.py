@@ -1,5 +1,8 @@
 """Fresh memory, whole and writable, whatever its size."""
 
+import mmap
+from types import SimpleNamespace
+
 import pytest
 
 from deepinfer.kernels.cpu import large_pages
@@ -21,3 +24,14 @@ def test_where_there_are_no_large_pages_memory_is_plain(monkeypatch):
     memory = untouched_bytes(PAGE)
     assert memory.untyped_storage().nbytes() == PAGE
     assert int(memory.fill_(1).sum()) == PAGE
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no pages of 2 MiB to ask for")
+@pytest.mark.parametrize(("answer", "times"), [(0, 0), (-1, 1)], ids=["granted", "refused"])
+def test_the_log_says_once_that_the_system_refuses_them(monkeypatch, caplog, answer, times):
+    large_pages._say_refused.cache_clear()
+    monkeypatch.setattr(large_pages, "_library", lambda: SimpleNamespace(madvise=lambda *_: answer))
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert len(untouched_bytes(3 * PAGE)) == 3 * PAGE
+    assert caplog.text.count("small ones") == times
