@@ -39,10 +39,9 @@ def open_device(name: str, w4_activations: str = "auto") -> Ops:
         return ops
     if not isinstance(ops, CpuOps):
         raise DeviceError(f"w4_activations is {w4_activations!r}, which {ops.name} does not have; it must be auto")
-    if not (packed_linear.available() and packed_linear.vnni_available()):
+    if not packed_linear.available():
         raise DeviceError(
-            f"w4_activations is {w4_activations!r}, which needs a processor with AVX512-BF16 and AVX512-VNNI; "
-            "here it must be auto"
+            f"w4_activations is {w4_activations!r}, which needs a processor with AVX2 and FMA; here it must be auto"
         )
     return CpuOps(int8_activations=True)
 

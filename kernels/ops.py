@@ -14,8 +14,8 @@ from torch import Tensor
 from deepinfer.kernels import elementwise, packed_linear
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
 from deepinfer.kernels.columns import ReorderedLinear, take_columns
-from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT4_A8, P_INT8
 from deepinfer.kernels.cpu.paged_attention import NumbaAttention
+from deepinfer.kernels.cpu.records import P_BF16, P_INT4, P_INT8
 from deepinfer.kernels.cpu.step_programs import StepPrograms
 from deepinfer.kernels.cpu.tasks import recorder
 from deepinfer.kernels.graphs import Graph, StepCapture
@@ -149,9 +149,9 @@ class Ops(Protocol):
 
 class CpuOps:
     """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`. Where the processor has
-    bf16 dot products, weights that meet bf16 activations are packed for them (`kernels.packed_linear`).
+    vectors that multiply, weights that meet bf16 activations are packed for them (`kernels.packed_linear`).
 
-    `int8_activations`: what meets 4-bit weights is rounded to 8 bits. The processor must have AVX512-VNNI for it.
+    `int8_activations`: what meets 4-bit weights is rounded to 8 bits. `packed_linear.available()` must hold for it.
     """
 
     name = device = "cpu"
@@ -172,7 +172,7 @@ class CpuOps:
     attention = staticmethod(make_attention)
 
     def __init__(self, int8_activations: bool = False) -> None:
-        self._w4_kind = P_INT4_A8 if int8_activations else P_INT4
+        self._int8_activations = int8_activations
 
     def synchronize(self) -> None:
         """A call has done its work when it returns."""
@@ -205,8 +205,10 @@ class CpuOps:
     ) -> Linear:
         if packed_linear.available():
             out = out_dtype or torch.bfloat16
-            rounded = bf16_prefill and not batch_invariant and self._w4_kind == P_INT4
-            return PackedLinear(self._w4_kind, codes, scales, minima, bias, group_size, out, rounded)
+            rounded = bf16_prefill and not batch_invariant and not self._int8_activations
+            return PackedLinear(
+                P_INT4, codes, scales, minima, bias, group_size, out, rounded, int8_activations=self._int8_activations
+            )
         return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_prefill, out_dtype)
 
     @property
@@ -221,9 +223,12 @@ class CpuOps:
         bf16_prefill: bool,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        kind = {4: self._w4_kind, 8: P_INT8, 16: P_BF16}[weights.bits]
-        rounded = kind == P_INT4 and bf16_prefill and not batch_invariant
-        return PackedLinear(kind, weights, bias=bias, out_dtype=out_dtype or torch.bfloat16, rounded=rounded)
+        kind = {4: P_INT4, 8: P_INT8, 16: P_BF16}[weights.bits]
+        int8 = kind == P_INT4 and self._int8_activations
+        rounded = kind == P_INT4 and bf16_prefill and not batch_invariant and not int8
+        return PackedLinear(
+            kind, weights, bias=bias, out_dtype=out_dtype or torch.bfloat16, rounded=rounded, int8_activations=int8
+        )
 
     def reordered(self, linear: Linear, order: Tensor) -> Linear:
         return ReorderedLinear(linear, order, take_columns)

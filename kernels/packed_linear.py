@@ -1,4 +1,4 @@
-"""Matmul forms over packed weights, for processors that multiply bf16 themselves: one kernel for every row count."""
+"""Matmul forms over packed weights, for processors with vectors that multiply: one kernel for every row count."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.kernels.cpu import amx
+from deepinfer.kernels.cpu import amx, bf16_dot
+from deepinfer.kernels.cpu.activation_forms import A_BF16, A_FP32, A_INT8, A_INT16, CHUNK, INTEGERS
 from deepinfer.kernels.cpu.amx_matmul import MOST_ROWS, matmul_unit
-from deepinfer.kernels.cpu.bf16_dot import available
-from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, packed_units
-from deepinfer.kernels.cpu.packed_products import (
-    BLOCK,
-    CHUNK,
-    P_BF16,
-    P_INT4,
-    P_INT4_A8,
-    P_INT8,
-    record_bytes,
-    vnni_available,
-)
+from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, form_for, packed_units
+from deepinfer.kernels.cpu.packed_products import avx2_available
+from deepinfer.kernels.cpu.records import BLOCK, P_BF16, P_INT4, P_INT8, record_bytes
 from deepinfer.kernels.cpu.repack import WORTH_WAKING, fit_half, pack_records
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
 from deepinfer.kernels.packing import Stored, pack_stored
@@ -28,10 +20,13 @@ from deepinfer.kernels.stored_rows import StoredRows
 from deepinfer.kernels.stored_words import StoredWords
 
 KINDS = {
-    P_INT4: "w4a16 bf16 dot",
-    P_INT8: "w8a16 bf16 dot",
-    P_BF16: "dense bf16 dot",
-    P_INT4_A8: "w4a8 int8 dot",
+    (P_INT4, A_BF16): "w4a16 bf16 dot",
+    (P_INT8, A_BF16): "w8a16 bf16 dot",
+    (P_BF16, A_BF16): "dense bf16 dot",
+    (P_INT4, A_INT8): "w4a8 int8 dot",
+    (P_INT4, A_INT16): "w4a16 int16 dot",
+    (P_INT8, A_INT16): "w8a16 int16 dot",
+    (P_BF16, A_FP32): "dense bf16 fma",
 }
 TILE_KINDS = {P_INT4: "w4a16 bf16 AMX", P_INT8: "w8a16 bf16 AMX", P_BF16: "dense bf16 AMX"}
 """By matrix tiles."""
@@ -41,29 +36,34 @@ UNITS_OF_WORKER = 8
 COPY_ROWS, ROUND_ROWS = 16, 64
 """More rows than this meet 4-bit weights rounded to bf16, where that is asked for: by a copy of them, or, where the
 processor has matrix tiles, rounded tile by tile."""
-__all__ = ["PackedLinear", "available", "vnni_available"]
+_CONVERTED = {A_INT8: torch.int8, A_INT16: torch.int16, A_FP32: torch.float32}
+
+
+def available() -> bool:
+    """Whether this processor has AVX512-BF16, or AVX2 with FMA."""
+    return bf16_dot.available() or avx2_available()
 
 
 def rounds_tiles() -> bool:
     """Whether rounding 4-bit weights to bf16 for many rows takes no memory here."""
-    return available() and amx.available()
+    return bf16_dot.available() and amx.available()
 
 
 class PackedLinear:
-    """y = x W^T + bias for bf16 x, summed in fp32. Nothing is rounded but x and y: codes are exact in bf16, scales and
-    minima are kept in fp16 where that is exact and in fp32 where it is not. Rows are bit-equal for every row count.
+    """y = x W^T + bias for bf16 x, summed in fp32. Codes are exact, scales and minima are kept in fp16 where that is
+    exact and in fp32 where it is not. Nothing is rounded but x and y; on processors without bf16 dot products, where x
+    meets 4-bit and 8-bit codes as 16-bit integers, also what is less than 1/128 of the largest in its 32 of a row
+    (`cpu.activation_forms`). Rows are bit-equal for every row count.
 
     Args:
-        kind: P_INT4, P_INT8, P_BF16 or P_INT4_A8 of `cpu.packed_products`.
+        kind: P_INT4, P_INT8 or P_BF16 of `cpu.records`.
         codes: [M, K], uint8 0 .. 15, int8, or bf16; or weights of files, with their groups, scales and minima, which
             are packed before `packing.gathered` ends. scales: [M, K / group] but for bf16. minima: the same for 4 bits.
         bias: [M] or None. group: k that share a scale; 32, 64, 128 or 256.
         out_dtype: of y, bf16 or fp32.
         rounded: more than `COPY_ROWS` rows (by tiles `ROUND_ROWS`) meet 4-bit weights rounded to bf16, and are not
             bit-equal to few.
-        tiles: whether matrix tiles multiply, where the processor has them. Another order of sums, and nothing else.
-
-    P_INT4_A8 is P_INT4 with x rounded to 8 bits, each 32 of a row by a scale of their own.
+        int8_activations: x is rounded to 8 bits, each 32 of a row by a step of their own, to meet 4-bit weights.
     """
 
     def __init__(
@@ -76,13 +76,16 @@ class PackedLinear:
         group: int = CHUNK,
         out_dtype: torch.dtype = torch.bfloat16,
         rounded: bool = False,
-        tiles: bool = True,
+        int8_activations: bool = False,
     ) -> None:
+        if int8_activations and kind != P_INT4:
+            raise ValueError("activations are rounded to 8 bits for 4-bit weights only")
         if bias is not None and bias.shape != codes.shape[:1]:
             raise ValueError(f"bias {tuple(bias.shape)} does not fit weights {tuple(codes.shape)}")
         group = group if isinstance(codes, Tensor) else codes.group
-        self._by_tiles = by_tiles = tiles and kind != P_INT4_A8 and amx.available()
-        self.kind = (TILE_KINDS if by_tiles else KINDS)[kind]
+        self._form = form_for(kind, int8_activations)
+        self._by_tiles = by_tiles = self._form == A_BF16 and amx.available()
+        self.kind = TILE_KINDS[kind] if by_tiles else KINDS[kind, self._form]
         self._outputs, self._width = codes.shape
         self._out_dtype, self._rounded = out_dtype, rounded
         self._number, self._group = kind, group
@@ -111,7 +114,7 @@ class PackedLinear:
         """The weights in their order, and the kernels that read them so."""
         self._records, self._wide = records, wide
         is_bf16 = self._out_dtype == torch.bfloat16
-        self._units = packed_units(self._number, self._group, wide, is_bf16, self._by_tiles)
+        self._units = packed_units(self._number, self._form, self._group, wide, is_bf16, self._by_tiles)
         self._rounding_unit = 0
         if self._rounded and self._by_tiles:
             self._rounding_unit = matmul_unit(self._number, self._group, wide, is_bf16, True)
@@ -144,6 +147,12 @@ class PackedLinear:
         unit = self._units.matmul
         if self._rounding_unit and rows > ROUND_ROWS:
             unit = self._rounding_unit
+        elif self._form != A_BF16:
+            if self._form in INTEGERS:
+                sums = torch.empty((rows, self._groups + self._padded_width // CHUNK))
+            read = torch.empty((rows, self._padded_width), dtype=_CONVERTED[self._form])
+            arguments = (x.data_ptr(), sums.data_ptr(), self._groups, read.data_ptr())
+            tasks.append(Task(self._units.convert, rows, arguments))
         elif self._number == P_INT4:
             sums = torch.empty((rows, self._groups))
             if self._by_tiles:
@@ -151,11 +160,6 @@ class PackedLinear:
                 sums = torch.zeros((self._groups, -(-rows // amx.ROWS) * amx.ROWS))
             arguments = (x.data_ptr(), sums.data_ptr(), self._groups, rows)
             tasks.append(Task(self._units.sums, rows, arguments))
-        elif self._number == P_INT4_A8:
-            sums = torch.empty((rows, self._groups + self._padded_width // CHUNK))
-            read = torch.empty((rows, self._padded_width), dtype=torch.int8)
-            arguments = (x.data_ptr(), sums.data_ptr(), self._groups, read.data_ptr())
-            tasks.append(Task(self._units.bytes, rows, arguments))
         share = max(1, self._blocks // (UNITS_OF_WORKER * workers))
         units = -(-self._blocks // share)
         addresses = [part.data_ptr() for part in (read, self._records, self._bias, sums, y)]
@@ -189,15 +193,17 @@ def _without_padding(y: Tensor, outputs: int) -> Tensor:
 
 def _check(kind: int, codes: Tensor, factors: list[Tensor], group: int) -> None:
     outputs, width = codes.shape
-    dtype, count = ((torch.uint8, 2), (torch.int8, 1), (torch.bfloat16, 0), (torch.uint8, 2))[kind]
+    name, dtype, count = (
+        ("4-bit weights", torch.uint8, 2),
+        ("8-bit weights", torch.int8, 1),
+        ("bf16 weights", torch.bfloat16, 0),
+    )[kind]
     if codes.dtype != dtype:
-        raise ValueError(f"codes of {KINDS[kind]} must be {dtype}, not {codes.dtype}")
+        raise ValueError(f"codes of {name} must be {dtype}, not {codes.dtype}")
     if not outputs:
         raise ValueError("weights without rows")
     if group not in GROUPS or (factors and width % group):
         raise ValueError(f"group_size must be 32, 64, 128 or 256 and divide {width}, not {group}")
     if len(factors) != count or any(part.shape != (outputs, width // group) for part in factors):
         shapes = [tuple(part.shape) for part in factors]
-        raise ValueError(
-            f"scales and minima of {KINDS[kind]} must be {count} of {(outputs, width // group)}, not {shapes}"
-        )
+        raise ValueError(f"scales and minima of {name} must be {count} of {(outputs, width // group)}, not {shapes}")

@@ -14,7 +14,7 @@ import torch
 
 from deepinfer.kernels.cpu import file_rows
 from deepinfer.kernels.cpu.large_pages import untouched_bytes
-from deepinfer.kernels.cpu.packed_products import BLOCK, P_BF16, P_INT4, P_INT4_A8, P_INT8, record_bytes
+from deepinfer.kernels.cpu.records import BLOCK, P_BF16, P_INT4, P_INT8, record_bytes
 from deepinfer.kernels.cpu.repack import WORTH_WAKING
 from deepinfer.kernels.cpu.tasks import Task, run_together
 from deepinfer.kernels.stored_rows import StoredRows
@@ -23,13 +23,13 @@ from deepinfer.kernels.stored_words import StoredWords
 _LINE = 64
 _BATCH_BYTES = 64 << 20
 """Of records that are made in one go."""
-_TYPES = {P_INT4: {"Q4_0", "Q4_1", "Q4_K"}, P_INT4_A8: {"Q4_0", "Q4_1", "Q4_K"}, P_INT8: {"Q8_0"}}
+_TYPES = {P_INT4: {"Q4_0", "Q4_1", "Q4_K"}, P_INT8: {"Q8_0"}}
 _WIDE = {"Q4_K"}
 """Whose scales and minima need more than fp16."""
 
 Stored = StoredRows | StoredWords
 Take = Callable[[torch.Tensor, bool], None]
-"""(records, uint8 [blocks, groups, bytes]; whether they are wide), as `packed_products` has them, in the groups of the
+"""(records, uint8 [blocks, groups, bytes]; whether they are wide), as `records` has them, in the groups of the
 weights."""
 
 
@@ -80,7 +80,7 @@ def pack_stored(weights: Stored, kind: int, take: Take) -> None:
 
 def _is_wide(weights: Stored, kind: int) -> bool:
     if isinstance(weights, StoredWords):
-        if kind not in (P_INT4, P_INT4_A8):
+        if kind != P_INT4:
             raise ValueError(f"words of 4-bit codes have none for kind {kind}")
         return not weights.fit_half()
     types = weights.type_names

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from deepinfer.kernels.cpu import file_rows
+from deepinfer.kernels.cpu.activation_forms import CHUNK
 from deepinfer.kernels.cpu.file_types import FILE_TYPES, NUMBER_OF
-from deepinfer.kernels.cpu.packed_products import CHUNK
 from deepinfer.kernels.cpu.repack import run_task
 from deepinfer.kernels.cpu.tasks import Task
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepinfer.kernels.cpu.packed_products import BLOCK, record_bytes
+from deepinfer.kernels.cpu.records import BLOCK, record_bytes
 from deepinfer.kernels.cpu.repack import fit_half
 from deepinfer.kernels.cpu.tasks import Task
 from deepinfer.kernels.cpu.word_rows import BLOCKS_OF_UNIT, pack_words_unit

@@ -8,12 +8,13 @@ import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
+from deepinfer.kernels.cpu.activation_forms import group_sum
 from deepinfer.kernels.cpu.amx import ROWS, TILE_BYTES, let_go_of_tiles, set_up_tiles, stack_memory
 from deepinfer.kernels.cpu.amx_products import add_products, decode_tiles, store_output
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import helper, shared_helper
 from deepinfer.kernels.cpu.memory import load_int, store_float
-from deepinfer.kernels.cpu.packed_products import BLOCK, P_BF16, group_sum, record_bytes
+from deepinfer.kernels.cpu.records import BLOCK, P_BF16, record_bytes
 from deepinfer.kernels.cpu.tasks import unit
 from deepinfer.kernels.cpu.vec16 import load_f32, splat, store_f32
 
@@ -87,7 +88,7 @@ def tile_products(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def matmul_unit(kind: int, group: int, wide: bool, out_bf16: bool, rounded: bool) -> int:
-    """The address of `PackedUnits.matmul` by tiles, for row tiles of `MOST_ROWS`. Not for P_INT4_A8. rounded (P_INT4):
+    """The address of `PackedUnits.matmul` by tiles, for row tiles of `MOST_ROWS`. rounded (P_INT4):
     weights are rounded to bf16 before they are multiplied, and no sums are read."""
     record, is_wide, is_rounded = record_bytes(kind, group, wide), int(wide), int(rounded)
     out = BF16 if out_bf16 else FP32

@@ -13,20 +13,13 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from deepinfer.kernels.codecs import BF16, FP16, FP32
+from deepinfer.kernels.codecs import FP16, FP32
 from deepinfer.kernels.cpu import amx
-from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, WORDS, load_scalar, round_pairs, store_bf16
+from deepinfer.kernels.cpu.activation_forms import CHUNK
+from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, WORDS, load_scalar, round_pairs
 from deepinfer.kernels.cpu.codecs import decode
-from deepinfer.kernels.cpu.packed_products import (
-    BLOCK,
-    CHUNK,
-    CODE_BITS,
-    P_BF16,
-    SCALES,
-    WITH_MINIMA,
-    record_bytes,
-    weight_pairs,
-)
+from deepinfer.kernels.cpu.packed_products import WITH_MINIMA, store_rounded, weight_pairs
+from deepinfer.kernels.cpu.records import BLOCK, CODE_BITS, P_BF16, SCALES, record_bytes
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     VF32,
@@ -189,10 +182,9 @@ def store_output(_typing, out, address, value):  # type: ignore[no-untyped-def]
     literals = literal_values(out)
     if literals is None:
         return None
-    write = store_bf16 if literals[0] == BF16.number else store
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        write(builder, args[1], args[2])
+        store_rounded(builder, literals[0], args[1], args[2])
         return context.get_dummy_value()
 
     return nt.void(out, nt.int64, vec16), emit

@@ -11,6 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
+from deepinfer.kernels.cpu.activation_forms import CHUNK
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, WORDS
 from deepinfer.kernels.cpu.file_types import (
     FILE_TYPES,
@@ -38,7 +39,7 @@ from deepinfer.kernels.cpu.memory import (
     store_int16,
     store_int32,
 )
-from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK
+from deepinfer.kernels.cpu.records import BLOCK
 from deepinfer.kernels.cpu.repack import eight_codes
 from deepinfer.kernels.cpu.tasks import unit
 from deepinfer.kernels.cpu.vec16 import LANES, VI32, literal_values, load, offset, shuffle, store

@@ -9,7 +9,19 @@ import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu import amx_matmul
+from deepinfer.kernels.cpu import amx_matmul, avx2_matmul, bf16_dot
+from deepinfer.kernels.cpu.activation_forms import (
+    A_BF16,
+    A_FP32,
+    A_INT8,
+    A_INT16,
+    CHUNK,
+    FORM_BYTES,
+    INTEGERS,
+    group_sum,
+    round_chunk,
+    widen_chunk,
+)
 from deepinfer.kernels.cpu.amx_matmul import operands, share_of
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import shared_helper
@@ -23,19 +35,8 @@ from deepinfer.kernels.cpu.memory import (
     load_int32,
     store_float,
 )
-from deepinfer.kernels.cpu.packed_products import (
-    BLOCK,
-    CHUNK,
-    CODE_BITS,
-    P_BF16,
-    P_INT4,
-    P_INT4_A8,
-    P_INT8,
-    group_sum,
-    packed_products,
-    record_bytes,
-    round_to_bytes,
-)
+from deepinfer.kernels.cpu.packed_products import packed_products, vnni_available
+from deepinfer.kernels.cpu.records import BLOCK, CODE_BITS, P_BF16, P_INT4, P_INT8, record_bytes
 from deepinfer.kernels.cpu.tasks import unit
 
 ROW_TILE = 64
@@ -43,9 +44,10 @@ ROW_TILE = 64
 
 
 @shared_helper
-def tile(kind, group, wide, out, x, x_stride, num_rows, sums, sums_stride, w, groups, bias, y, y_stride):  # type: ignore[no-untyped-def]
+def tile(kind, form, group, wide, out, x, x_stride, num_rows, sums, sums_stride, w, groups, bias, y, y_stride):  # type: ignore[no-untyped-def]
     """`num_rows` rows against sixteen outputs: eight at a time, the rest as one, two, four or eight."""
     literally(kind)
+    literally(form)
     literally(group)
     literally(wide)
     literally(out)
@@ -53,25 +55,26 @@ def tile(kind, group, wide, out, x, x_stride, num_rows, sums, sums_stride, w, gr
     while row < num_rows:
         left = num_rows - row
         x_at, sums_at, y_at = x + row * x_stride, sums + row * sums_stride, y + row * y_stride
+        scales_at = sums_at + 4 * groups
         if left > 4:
             packed_products(
-                kind, group, wide, out, 8, x_at, x_stride, left - 1, sums_at, sums_stride, w, groups, bias,
-                y_at, y_stride,
+                kind, form, group, wide, out, 8, x_at, x_stride, left - 1, sums_at, scales_at, sums_stride, w, groups,
+                bias, 0, y_at, y_stride,
             )  # fmt: skip
         elif left > 2:
             packed_products(
-                kind, group, wide, out, 4, x_at, x_stride, left - 1, sums_at, sums_stride, w, groups, bias,
-                y_at, y_stride,
+                kind, form, group, wide, out, 4, x_at, x_stride, left - 1, sums_at, scales_at, sums_stride, w, groups,
+                bias, 0, y_at, y_stride,
             )  # fmt: skip
         elif left > 1:
             packed_products(
-                kind, group, wide, out, 2, x_at, x_stride, left - 1, sums_at, sums_stride, w, groups, bias,
-                y_at, y_stride,
+                kind, form, group, wide, out, 2, x_at, x_stride, left - 1, sums_at, scales_at, sums_stride, w, groups,
+                bias, 0, y_at, y_stride,
             )  # fmt: skip
         else:
             packed_products(
-                kind, group, wide, out, 1, x_at, x_stride, left - 1, sums_at, sums_stride, w, groups, bias,
-                y_at, y_stride,
+                kind, form, group, wide, out, 1, x_at, x_stride, left - 1, sums_at, scales_at, sums_stride, w, groups,
+                bias, 0, y_at, y_stride,
             )  # fmt: skip
         row += 8
 
@@ -80,37 +83,52 @@ class PackedUnits(NamedTuple):
     """Addresses of unit functions."""
 
     matmul: int
-    """(x bf16 [rows, groups * group], w records [blocks, groups], bias fp32 [16 * blocks], sums fp32 [rows, groups],
+    """(x [rows, groups * group], w records [blocks, groups], bias fp32 [16 * blocks], sums fp32 [rows, groups],
     y [rows, 16 * blocks], rows, blocks, groups, blocks of a unit, units of a row tile). All are contiguous. Unit u
-    takes the rows of the tile u // units and its share of the blocks. P_INT4_A8: x and sums are what `bytes` wrote."""
+    takes the rows of the tile u // units and its share of the blocks. x and sums are what `convert` wrote, where that
+    is not 0, and x is bf16 where it is."""
     sums: int
     """(x, sums, groups): sums of x by group, a row for each unit. By tiles: `amx_matmul.sums_unit`."""
-    bytes: int
-    """(x, sums, groups, codes): for each unit a row of x, rounded to `codes` int8 [groups * group]; its sums by group
-    and behind them the scales of its chunks, fp32 [groups + groups * group / 32]."""
+    convert: int
+    """(x, sums, groups, converted): for each unit a row of x, in the form that is multiplied, [groups * group]. For
+    forms of integers also its sums by group and behind them the scales of its chunks, fp32 [groups + groups * group /
+    32]."""
     rows: int
     """(ids int32, w, out fp32 [ids, width], groups, width): a row of the weights for each unit."""
 
 
+def form_for(kind: int, int8_activations: bool) -> int:
+    """The form in which this processor multiplies bf16 activations with weights of a kind."""
+    if int8_activations:
+        return A_INT8
+    if bf16_dot.available():
+        return A_BF16
+    return A_FP32 if kind == P_BF16 else A_INT16
+
+
 @functools.cache
-def packed_units(kind: int, group: int, wide: bool, out_bf16: bool, by_tiles: bool) -> PackedUnits:
+def packed_units(kind: int, form: int, group: int, wide: bool, out_bf16: bool, by_tiles: bool) -> PackedUnits:
     """Compiled for weights packed with these parameters (see `packed_products`). by_tiles: by matrix tiles, which
-    sum in another order than dot products; not for P_INT4_A8."""
-    rows = _rows_unit(P_INT4 if kind == P_INT4_A8 else kind, group, wide)
+    sum in another order than dot products; for A_BF16 only."""
+    rows = _rows_unit(kind, group, wide)
     if by_tiles:
         matmul = amx_matmul.matmul_unit(kind, group, wide, out_bf16, False)
         return PackedUnits(matmul, amx_matmul.sums_unit(group), 0, rows)
-    converted = _bytes_unit(group) if kind == P_INT4_A8 else 0
-    return PackedUnits(_dots_unit(kind, group, wide, out_bf16), _sums_unit(group), converted, rows)
+    if form == A_BF16:
+        return PackedUnits(_dots_unit(kind, form, group, wide, out_bf16), _sums_unit(group), 0, rows)
+    convert = _rounding_unit(form, group) if form in INTEGERS else _widening_unit(group)
+    eight_rows = form == A_INT8 and vnni_available()
+    make = _dots_unit if eight_rows else avx2_matmul.matmul_unit
+    return PackedUnits(make(kind, form, group, wide, out_bf16), 0, convert, rows)
 
 
 @functools.cache
-def _dots_unit(kind: int, group: int, wide: bool, out_bf16: bool) -> int:
+def _dots_unit(kind: int, form: int, group: int, wide: bool, out_bf16: bool) -> int:
+    """By instructions of AVX-512, whose registers hold the sums of eight rows."""
     record, is_wide = record_bytes(kind, group, wide), int(wide)
     out = BF16 if out_bf16 else FP32
     out_number, block_bytes = out.number, out.itemsize * BLOCK
-    rounded = kind == P_INT4_A8
-    x_bytes, factors = (1, 1 + group // CHUNK) if rounded else (2, 1)
+    x_bytes, factors = FORM_BYTES[form], 1 + group // CHUNK if form in INTEGERS else 1
 
     @unit
     def matmul(arguments, index, worker):  # type: ignore[no-untyped-def]
@@ -119,7 +137,7 @@ def _dots_unit(kind: int, group: int, wide: bool, out_bf16: bool) -> int:
         x_stride, sums_stride, y_stride = x_bytes * group * groups, 4 * factors * groups, block_bytes * num_blocks
         for block in range(first, end):
             tile(
-                kind, group, is_wide, out_number, x + row * x_stride, x_stride, min(num_rows - row, ROW_TILE),
+                kind, form, group, is_wide, out_number, x + row * x_stride, x_stride, min(num_rows - row, ROW_TILE),
                 sums + row * sums_stride, sums_stride, w + block * record * groups, groups, bias + 4 * BLOCK * block,
                 y + row * y_stride + block * block_bytes, y_stride,
             )  # fmt: skip
@@ -174,19 +192,31 @@ def _sums_unit(group: int) -> int:
 
 
 @functools.cache
-def _bytes_unit(group: int) -> int:
-    chunks = group // CHUNK
+def _rounding_unit(form: int, group: int) -> int:
+    chunks, size = group // CHUNK, FORM_BYTES[form] * CHUNK
 
     @unit
-    def bytes_of_row(arguments, index, worker):  # type: ignore[no-untyped-def]
+    def rounded_row(arguments, index, worker):  # type: ignore[no-untyped-def]
         groups = load_int(arguments + 16)
         x = load_int(arguments) + 2 * group * groups * index
         sums = load_int(arguments + 8) + 4 * groups * (1 + chunks) * index
-        codes = load_int(arguments + 24) + group * groups * index
+        codes = load_int(arguments + 24) + size * chunks * groups * index
         for g in range(groups):
             total = np.float32(0.0)
             for chunk in range(g * chunks, (g + 1) * chunks):
-                total += round_to_bytes(x + 2 * CHUNK * chunk, codes + CHUNK * chunk, sums + 4 * (groups + chunk))
+                total += round_chunk(form, x + 2 * CHUNK * chunk, codes + size * chunk, sums + 4 * (groups + chunk))
             store_float(sums + 4 * g, total)
 
-    return bytes_of_row.address
+    return rounded_row.address
+
+
+@functools.cache
+def _widening_unit(group: int) -> int:
+    @unit
+    def wide_row(arguments, index, worker):  # type: ignore[no-untyped-def]
+        width = group * load_int(arguments + 16)
+        x, out = load_int(arguments) + 2 * width * index, load_int(arguments + 24) + 4 * width * index
+        for at in range(0, width, CHUNK):
+            widen_chunk(x + 2 * at, out + 4 * at)
+
+    return wide_row.address

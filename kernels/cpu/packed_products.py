@@ -1,21 +1,17 @@
-"""Products of bf16 activation rows and packed weights, as LLVM vector code over the processor's bf16 dot product.
+"""Products of activation rows and packed weights (`records`), as LLVM vector code.
 
-A lane is an output: one instruction adds the products of two neighbouring k for sixteen outputs. Weights take part
-as their codes, which are exact in bf16; scale and minimum come in once for a group along K, in fp32. A row's order of
-sums depends on K and the group alone, so that one row and many rows are bit-equal.
+A lane is an output: one instruction adds the products of two neighbouring k, or of four, for all outputs of a vector.
+Weights take part as their codes, which are exact; scale and minimum come in once for a group along K, in fp32. A row's
+order of sums depends on K and the group alone, so that one row and many rows are bit-equal.
 
-The weights of sixteen outputs and one group are a record: codes [group / 2, 16, 2] (pair of k, output, k of the
-pair), then sixteen scales, then for 4-bit codes sixteen minima. 4-bit codes lie four pairs in a vector of 64
-bytes: bits 4 i .. 4 i + 3 of its 16-bit word number 2 * output + (k of the pair) belong to its pair i.
-
-Activations may also be rounded to 8 bits, each `CHUNK` of a row by its own scale, and be multiplied with 4-bit codes
-in integers: four k for one instruction (AVX512-VNNI). The records are the same. The four bytes of an output then hold
-k = 0, 4, 1, 5 of eight in their lower halves and 2, 6, 3, 7 in their upper ones, and activations lie in that order.
+How products are made depends on the form of the activations (`activation_forms`): of bf16 by AVX512-BF16, of 16-bit
+integers by AVX2 (and AVX-VNNI where LLVM finds it), of bytes and 4-bit codes by AVX512-VNNI or AVX2, of fp32 by FMA.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numba.core.types as nt
@@ -24,6 +20,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from deepinfer.kernels.codecs import BF16, FP16, FP32, INT8
+from deepinfer.kernels.cpu import bf16_dot
+from deepinfer.kernels.cpu.activation_forms import (
+    A_BF16,
+    A_FP32,
+    A_INT16,
+    BYTE_ORDER,
+    CHUNK,
+    FORM_BYTES,
+    INTEGERS,
+)
 from deepinfer.kernels.cpu.bf16_dot import (
     VECTOR_BYTES,
     WORDS,
@@ -34,20 +40,25 @@ from deepinfer.kernels.cpu.bf16_dot import (
     load_scalar,
     round_pairs,
     spread_pair,
-    store_bf16,
     words,
 )
-from deepinfer.kernels.cpu.codecs import decode
+from deepinfer.kernels.cpu.codecs import decode, round_bf16
+from deepinfer.kernels.cpu.records import (
+    BLOCK,
+    CODE_BITS,
+    P_INT4,
+    P_INT4_WORDS,
+    P_INT8,
+    SCALES,
+    record_bytes,
+)
 from deepinfer.kernels.cpu.vec16 import (
-    F32,
     I32,
     LANES,
     VF32,
     VI32,
     call,
     constant,
-    fold_max,
-    fold_sum,
     fused,
     literal_values,
     load,
@@ -57,31 +68,23 @@ from deepinfer.kernels.cpu.vec16 import (
     store,
 )
 
-P_INT4, P_INT8, P_BF16, P_INT4_A8 = range(4)
-"""Kinds of weights: w = scale * code + minimum, w = scale * code, w = code; and the first for 8-bit activations."""
-CODE_BITS = (4, 8, 16, 4)
-SCALES = (2, 1, 0, 2)
-"""Vectors of scales and minima in a record."""
-WITH_MINIMA = (P_INT4, P_INT4_A8)
-BLOCK = LANES
-"""Outputs of a record."""
-CHUNK = 32
-"""k that are multiplied between two looks at the loop counter; divides every group."""
-_CHAINS = 2
-"""Sums of a chunk that do not wait for one another."""
-_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The k of eight in the order in which bytes hold them (see above)."""
-_BYTE_MAX = 127.0
+WITH_MINIMA = (P_INT4, P_INT4_WORDS)
+_HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
+_HALF_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
+_HALF_SUMS = ir.VectorType(I32, LANES // 2)
 
 
+@functools.cache
+def avx2_available() -> bool:
+    """Whether this processor multiplies integers of 8 and 16 bits in vectors, and has FMA and conversions of fp16."""
+    features = binding.get_host_cpu_features()
+    return all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
+
+
+@functools.cache
 def vnni_available() -> bool:
     """Whether this processor multiplies bytes four at a time (AVX512-VNNI)."""
     return bool(binding.get_host_cpu_features().get("avx512vnni", False))
-
-
-def record_bytes(kind: int, group: int, wide: bool) -> int:
-    """Of sixteen outputs and `group` k. `wide`: scales and minima are fp32 and not fp16."""
-    return BLOCK * (group * CODE_BITS[kind] // 8 + SCALES[kind] * (4 if wide else 2))
 
 
 def _int4_pairs(builder: Any, place: Any) -> list[Any]:
@@ -101,160 +104,271 @@ def _int8_pairs(builder: Any, place: Any) -> list[Any]:
 
 
 def weight_pairs(builder: Any, kind: int, place: Any) -> list[Any]:
-    """The pairs in the 64 bytes at an address, one for each lane of each vector."""
+    """The pairs of bf16 in the 64 bytes at an address, one for each lane of each vector."""
     if kind == P_INT4:
         return _int4_pairs(builder, place)
     return _int8_pairs(builder, place) if kind == P_INT8 else [load_pairs(builder, place)]
+
+
+def weight_words(builder: Any, kind: int, place: Any) -> list[tuple[Any, Any]]:
+    """The pairs of 16-bit codes in the 64 bytes at an address, of eight outputs and of the other eight."""
+    if kind == P_INT8:
+        parts = [load(builder, offset(builder, place, LANES * part), _bytes(LANES), 1) for part in range(4)]
+        wide = [builder.sext(part, _HALF_WORDS) for part in parts]
+        return [(wide[0], wide[1]), (wide[2], wide[3])]
+    halves = [load(builder, offset(builder, place, half * VECTOR_BYTES // 2), _HALF_WORDS, 2) for half in (0, 1)]
+    if kind != P_INT4:
+        return [(halves[0], halves[1])]
+    low, shifts = _constant(_HALF_WORDS, 15), [_constant(_HALF_WORDS, 4 * nibble) for nibble in range(4)]
+    return [
+        (builder.and_(builder.lshr(halves[0], shift), low), builder.and_(builder.lshr(halves[1], shift), low))
+        for shift in shifts
+    ]
+
+
+def _bytes(count: int) -> Any:
+    return ir.VectorType(ir.IntType(8), count)
+
+
+def _constant(kind: Any, value: int) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _spread_bits(builder: Any, address: Any, kind: Any) -> Any:
+    """32 bits at an address, all over a vector."""
+    scalar = builder.load(builder.inttoptr(address, I32.as_pointer()), align=1)
+    undefined = ir.Constant(_HALF_SUMS, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    everywhere = builder.shuffle_vector(first, undefined, _constant(_HALF_SUMS, 0))
+    return builder.bitcast(everywhere, kind)
 
 
 def _plus(builder: Any, base: Any, index: Any, step: int) -> Any:
     return builder.add(base, builder.mul(index, ir.Constant(index.type, step)))
 
 
-def _add_chunk(builder: Any, kind: int, rows: list[Any], codes: Any, chains: list[list[Any]]) -> None:
-    """Adds the products of `CHUNK` k, at the addresses `rows` and `codes`, to the sums of each row."""
-    sums = [[builder.load(slot) for slot in row] for row in chains]
+def _code_places(builder: Any, kind: int, codes: Any) -> list[Any]:
+    return [offset(builder, codes, at) for at in range(0, BLOCK * CHUNK * CODE_BITS[kind] // 8, VECTOR_BYTES)]
+
+
+# What follows adds the products of `CHUNK` k, of rows of one form at the addresses `rows` and of codes at the address
+# `codes`, to the sums of each row, vectors of sixteen fp32 in its `slots`.
+Slots = list[list[Any]]
+
+
+def _add_bf16(builder: Any, kind: int, rows: list[Any], codes: Any, slots: Slots) -> None:
+    sums, chains = [[builder.load(slot) for slot in row] for row in slots], len(slots[0])
     pair = 0
-    for at in range(0, BLOCK * CHUNK * CODE_BITS[kind] // 8, VECTOR_BYTES):
-        for weights in weight_pairs(builder, kind, offset(builder, codes, at)):
-            chain = pair * 2 * _CHAINS // CHUNK
+    for vector in _code_places(builder, kind, codes):
+        for weights in weight_pairs(builder, kind, vector):
+            chain = pair * 2 * chains // CHUNK
             for row, place in zip(sums, rows, strict=True):
                 row[chain] = dot(builder, row[chain], weights, spread_pair(builder, offset(builder, place, 4 * pair)))
             pair += 1
-    for slots, row in zip(chains, sums, strict=True):
-        for slot, value in zip(slots, row, strict=True):
+    for row_slots, row in zip(slots, sums, strict=True):
+        for slot, value in zip(row_slots, row, strict=True):
             builder.store(value, slot)
 
 
-def _add_int8_chunk(builder: Any, rows: list[Any], scales: list[Any], codes: Any, sums: list[Any]) -> None:
-    """As `_add_chunk` for `CHUNK` k of 8-bit activations, whose scales are at the addresses `scales`."""
-    totals = [constant(0, VI32)] * len(rows)
-    low_bits = constant(0x0F0F0F0F, VI32)
-    for vector in range(CHUNK // len(_ORDER)):
-        packed = load(builder, offset(builder, codes, vector * VECTOR_BYTES), VI32)
+def _add_fp32(builder: Any, kind: int, rows: list[Any], codes: Any, slots: Slots) -> None:
+    sums = [builder.load(slot) for (slot,) in slots]
+    for pair, vector in enumerate(_code_places(builder, kind, codes)):
+        both = load(builder, vector, VI32, 2)
+        halves = (builder.shl(both, constant(16, VI32)), builder.and_(both, constant(0xFFFF0000, VI32)))
+        for k, half in enumerate(halves):
+            weights = builder.bitcast(half, VF32)
+            for row, place in enumerate(rows):
+                sums[row] = fused(
+                    builder, weights, load_scalar(builder, offset(builder, place, 8 * pair + 4 * k)), sums[row]
+                )
+    for (slot,), value in zip(slots, sums, strict=True):
+        builder.store(value, slot)
+
+
+def _int16_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
+    """In integers, which cannot overflow: 32 products of 15 bits and 8."""
+    totals, pair = [[_constant(_HALF_SUMS, 0)] * 2 for _ in rows], 0
+    for vector in _code_places(builder, kind, codes):
+        for weights in weight_words(builder, kind, vector):
+            for total, place in zip(totals, rows, strict=True):
+                two = _spread_bits(builder, offset(builder, place, 4 * pair), _HALF_WORDS)
+                for half in (0, 1):
+                    product = call(builder, "llvm.x86.avx2.pmadd.wd", _HALF_SUMS, weights[half], two)
+                    total[half] = builder.add(total[half], product)
+            pair += 1
+    return [shuffle(builder, *total, list(range(LANES))) for total in totals]
+
+
+def _int8_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
+    """As `_int16_sums` for 4-bit codes, four k for one instruction."""
+    totals, low_bits = [constant(0, VI32)] * len(rows), constant(0x0F0F0F0F, VI32)
+    for vector, place in enumerate(_code_places(builder, kind, codes)):
+        packed = load(builder, place, VI32)
         upper = builder.lshr(packed, constant(4, VI32))
         for half, word in enumerate((packed, upper)):
-            weights, at = builder.and_(word, low_bits), len(_ORDER) * vector + 4 * half
-            for r, place in enumerate(rows):
-                four = spread(builder, builder.load(builder.inttoptr(offset(builder, place, at), I32.as_pointer())))
+            weights, at = builder.and_(word, low_bits), len(BYTE_ORDER) * vector + 4 * half
+            for r, row in enumerate(rows):
+                four = spread(builder, builder.load(builder.inttoptr(offset(builder, row, at), I32.as_pointer())))
                 totals[r] = call(builder, "llvm.x86.avx512.vpdpbusd.512", VI32, totals[r], weights, four)
-    for slot, total, scale in zip(sums, totals, scales, strict=True):
+    return totals
+
+
+def _int8_sums_avx2(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
+    """As `_int8_sums`. A 16-bit sum takes in 16 products of at most 15 and 127 in size, so that it cannot overflow."""
+    totals: list[list[Any]] = [[None] * 2 for _ in rows]
+    low_bits, ones = _constant(_HALF_BYTES, 15), _constant(_HALF_WORDS, 1)
+    for vector, place in enumerate(_code_places(builder, kind, codes)):
+        packed = [load(builder, offset(builder, place, half * VECTOR_BYTES // 2), _HALF_WORDS, 2) for half in (0, 1)]
+        for nibble in (0, 1):
+            words_of = [builder.lshr(part, _constant(_HALF_WORDS, 4)) for part in packed] if nibble else packed
+            weights = [builder.and_(builder.bitcast(part, _HALF_BYTES), low_bits) for part in words_of]
+            at = len(BYTE_ORDER) * vector + 4 * nibble
+            for total, row in zip(totals, rows, strict=True):
+                four = _spread_bits(builder, offset(builder, row, at), _HALF_BYTES)
+                for half in (0, 1):
+                    product = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _HALF_WORDS, weights[half], four)
+                    total[half] = product if total[half] is None else builder.add(total[half], product)
+    sums = [[call(builder, "llvm.x86.avx2.pmadd.wd", _HALF_SUMS, part, ones) for part in total] for total in totals]
+    return [shuffle(builder, *both, list(range(LANES))) for both in sums]
+
+
+def _add_integers(
+    builder: Any, kind: int, form: int, rows: list[Any], scales: list[Any], codes: Any, slots: Slots
+) -> None:
+    """The scales of the rows' chunk are at the addresses `scales`."""
+    if form == A_INT16:
+        totals = _int16_sums(builder, kind, rows, codes)
+    else:
+        totals = (_int8_sums if vnni_available() else _int8_sums_avx2)(builder, kind, rows, codes)
+    for (slot,), total, scale in zip(slots, totals, scales, strict=True):
         product = builder.sitofp(total, VF32)
         builder.store(fused(builder, product, load_scalar(builder, scale), builder.load(slot)), slot)
 
 
+def store_rounded(builder: Any, number: int, address: Any, value: Any) -> None:
+    """Write sixteen fp32 as the codec `number`, that of BF16 or FP32."""
+    if number != BF16.number:
+        store(builder, address, value)
+    elif bf16_dot.available():
+        bf16_dot.store_bf16(builder, address, value)
+    else:
+        store(builder, address, round_bf16(builder, value), 2)
+
+
 @intrinsic(prefer_literal=True)
 def packed_products(  # type: ignore[no-untyped-def]
-    _typing, kind, group, wide, out, rows, x, x_stride, last, sums, sums_stride, w, groups, bias, y, y_stride
-):
-    """y[r] = x[r] W^T + bias for `rows` rows and sixteen outputs.
+    _typing, kind, form, group, wide, out, rows, x, x_stride, last, sums, scales, sums_stride, w, groups, start,
+    start_stride, y, y_stride,
+):  # fmt: skip
+    """y[r] = x[r] W^T + start[r] for `rows` rows and sixteen outputs.
 
-    kind, group (k in a group), wide (scales are fp32), out (number of y's codec, BF16 or FP32) and rows are literals,
-        the others int64.
-    x: bf16 rows, `x_stride` bytes apart; those beyond the row `last` are that row again, and so are y's.
-    sums: for 4-bit codes fp32 [groups] of each row, the sums of x by group. w: `groups` records. bias: fp32.
-    For P_INT4_A8 x is what `round_to_bytes` writes, and behind the sums of a row are the scales of its chunks, fp32.
+    kind, form (of x), group (k in a group), wide (scales are fp32), out (number of y's codec, BF16 or FP32) and rows
+        are literals, the others int64.
+    x: rows, `x_stride` bytes apart; those beyond the row `last` are that row again, and so are those of sums and y.
+    sums: for 4-bit codes fp32 [groups] of each row, the sums of x by group. scales: for forms of integers fp32 of the
+        chunks of each row. Those of the next row are `sums_stride` bytes further.
+    w: `groups` records. start: fp32 [16] of each row, `start_stride` bytes apart.
     """
-    literals = literal_values(kind, group, wide, out, rows)
+    literals = literal_values(kind, form, group, wide, out, rows)
     if literals is None:
         return None
-    number, width, is_wide, out_number, num_rows = literals
+    number, form_number, width, is_wide, out_number, num_rows = literals
     codec = FP32 if is_wide else FP16
     code_bytes = BLOCK * width * CODE_BITS[number] // 8
-    chunk_bytes, chunks, x_bytes = code_bytes * CHUNK // width, width // CHUNK, 1 if number == P_INT4_A8 else 2
+    chunk_bytes, chunks, x_bytes = code_bytes * CHUNK // width, width // CHUNK, FORM_BYTES[form_number]
+    chains = 2 if form_number == A_BF16 else 1  # sums of a chunk that do not wait for one another
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, x_stride, last, sums, sums_stride, w, groups, bias, y, y_stride = args[5:]
+        x, x_stride, last, sums, scales, sums_stride, w, groups, start, start_stride, y, y_stride = args[6:]
         index = []
         for r in range(num_rows):
             row = ir.Constant(last.type, r)
             index.append(builder.select(builder.icmp_signed("<", row, last), row, last))
         totals = [cgutils.alloca_once(builder, VF32) for _ in index]
-        chains = [[cgutils.alloca_once(builder, VF32) for _ in range(_CHAINS if x_bytes == 2 else 1)] for _ in index]
-        for total in totals:
-            builder.store(load(builder, bias), total)
-        x_rows, sum_rows, y_rows = (
-            [builder.add(base, builder.mul(row, stride)) for row in index]
-            for base, stride in ((x, x_stride), (sums, sums_stride), (y, y_stride))
+        slots = [[cgutils.alloca_once(builder, VF32) for _ in range(chains)] for _ in index]
+        bases = ((x, x_stride), (sums, sums_stride), (scales, sums_stride), (start, start_stride), (y, y_stride))
+        x_rows, sum_rows, scale_rows, starts, y_rows = (
+            [builder.add(base, builder.mul(row, stride)) for row in index] for base, stride in bases
         )
+        for total, place in zip(totals, starts, strict=True):
+            builder.store(load(builder, place), total)
+
+        def add_chunk(places: list[Any], chunk: Any, codes: Any) -> None:
+            if form_number in INTEGERS:
+                of_chunk = [_plus(builder, row, chunk, 4) for row in scale_rows]
+                _add_integers(builder, number, form_number, places, of_chunk, codes, slots)
+            else:
+                (_add_fp32 if form_number == A_FP32 else _add_bf16)(builder, number, places, codes, slots)
+
         with cgutils.for_range(builder, groups) as loop:
             record = _plus(builder, w, loop.index, record_bytes(number, width, bool(is_wide)))
-            for slot in (slot for slots in chains for slot in slots):
+            for slot in (slot for row in slots for slot in row):
                 builder.store(constant(0.0), slot)
             with cgutils.for_range(builder, ir.Constant(groups.type, chunks)) as inner:
                 chunk = _plus(builder, inner.index, loop.index, chunks)
                 places = [_plus(builder, row, chunk, x_bytes * CHUNK) for row in x_rows]
-                codes = _plus(builder, record, inner.index, chunk_bytes)
-                if number == P_INT4_A8:
-                    behind = builder.add(groups, chunk)
-                    scales = [_plus(builder, row, behind, 4) for row in sum_rows]
-                    _add_int8_chunk(builder, places, scales, codes, [slot for (slot,) in chains])
-                else:
-                    _add_chunk(builder, number, places, codes, chains)
+                add_chunk(places, chunk, _plus(builder, record, inner.index, chunk_bytes))
             factors = [
                 decode(builder, codec.number, offset(builder, record, code_bytes + BLOCK * codec.itemsize * i))
                 for i in range(SCALES[number])
             ]
-            for total, slots, summed in zip(totals, chains, sum_rows, strict=True):
+            for total, row_slots, summed in zip(totals, slots, sum_rows, strict=True):
                 value = builder.load(total)
-                product = functools.reduce(builder.fadd, [builder.load(slot) for slot in slots])
+                product = functools.reduce(builder.fadd, [builder.load(slot) for slot in row_slots])
                 value = fused(builder, product, factors[0], value) if factors else builder.fadd(product, value)
                 if number in WITH_MINIMA:
                     in_group = load_scalar(builder, _plus(builder, summed, loop.index, 4))
                     value = fused(builder, in_group, factors[1], value)
                 builder.store(value, total)
         for total, row in zip(totals, y_rows, strict=True):
-            write = store_bf16 if out_number == BF16.number else store
-            write(builder, row, builder.load(total))
+            store_rounded(builder, out_number, row, builder.load(total))
         return context.get_dummy_value()
 
-    return nt.void(kind, group, wide, out, rows, *[nt.int64] * 10), emit
+    return nt.void(kind, form, group, wide, out, rows, *[nt.int64] * 12), emit
+
+
+def _unpacked(builder: Any, kind: int, places: Sequence[Any], out: Any) -> None:
+    at = 0
+    for place in places:
+        for halves in weight_words(builder, kind, place):
+            for half in halves:
+                store(builder, offset(builder, out, at), half, 2)
+                at += VECTOR_BYTES // 2
 
 
 @intrinsic(prefer_literal=True)
-def group_sum(_typing, group, x):  # type: ignore[no-untyped-def]
-    """The sum of `group` bf16 at an address, in fp32. `group` is a literal."""
-    literals = literal_values(group)
+def unpack_records(_typing, kind, group, wide, records, count, out):  # type: ignore[no-untyped-def]
+    """`count` records of P_INT4 or P_INT8 as wide ones of P_INT4_WORDS or P_INT8_WORDS. kind, group and wide are
+    literals."""
+    literals = literal_values(kind, group, wide)
     if literals is None:
         return None
+    number, width, is_wide = literals
+    codec, words_kind = FP32 if is_wide else FP16, words_of(number)
+    code_bytes = BLOCK * width * CODE_BITS[number] // 8
+    chunk_bytes, chunk_words = code_bytes * CHUNK // width, 2 * BLOCK * CHUNK
 
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        ones, total = as_pairs(builder, words([bits(1.0)] * 2 * LANES)), constant(0.0)
-        for at in range(0, 2 * literals[0], VECTOR_BYTES):
-            total = dot(builder, total, load_pairs(builder, offset(builder, args[1], at)), ones)
-        return fold_sum(builder, total)
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        records, count, out = args[3:]
+        with cgutils.for_range(builder, count) as loop:
+            record = _plus(builder, records, loop.index, record_bytes(number, width, bool(is_wide)))
+            target = _plus(builder, out, loop.index, record_bytes(words_kind, width, True))
+            with cgutils.for_range(builder, ir.Constant(count.type, width // CHUNK)) as inner:
+                codes = _plus(builder, record, inner.index, chunk_bytes)
+                _unpacked(
+                    builder, number, _code_places(builder, number, codes),
+                    _plus(builder, target, inner.index, chunk_words),
+                )  # fmt: skip
+            for i in range(SCALES[number]):
+                factors = decode(
+                    builder, codec.number, offset(builder, record, code_bytes + BLOCK * codec.itemsize * i)
+                )
+                store(builder, offset(builder, target, 2 * BLOCK * width + 4 * BLOCK * i), factors)
+        return context.get_dummy_value()
 
-    return nt.float32(group, nt.int64), emit
+    return nt.void(kind, group, wide, nt.int64, nt.int64, nt.int64), emit
 
 
-@intrinsic
-def round_to_bytes(_typing: Any, x: Any, codes: Any, scale: Any) -> Any:
-    """Rounds `CHUNK` bf16 at x to whole multiples of their largest magnitude / 127, which goes to `scale` (fp32), and
-    writes these as int8 in the order of `packed_products`. Returns their sum times the scale, in fp32. NaN or infinity
-    among them makes the scale NaN.
-    """
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, codes, scale_at = args
-        halves = [decode(builder, BF16.number, offset(builder, x, 2 * LANES * half)) for half in (0, 1)]
-        sizes = [call(builder, "llvm.fabs.v16f32", VF32, half) for half in halves]
-        largest = fold_max(builder, call(builder, "llvm.maxnum.v16f32", VF32, *sizes))
-        # Zero times any number is zero; times infinity or NaN it is NaN.
-        poison = fold_sum(builder, builder.fmul(builder.fadd(*sizes), constant(0.0)))
-        scale = builder.fadd(builder.fmul(largest, ir.Constant(F32, 1 / _BYTE_MAX)), poison)
-        builder.store(scale, builder.inttoptr(scale_at, F32.as_pointer()), align=4)
-        usable = builder.fcmp_ordered(">", scale, ir.Constant(F32, 0.0))
-        inverse = builder.select(usable, builder.fdiv(ir.Constant(F32, 1.0), scale), ir.Constant(F32, 0.0))
-        numbers = []
-        for half in halves:
-            steps = builder.fmul(half, spread(builder, inverse))
-            for bound, name in ((_BYTE_MAX, "minnum"), (-_BYTE_MAX, "maxnum")):
-                steps = call(builder, f"llvm.{name}.v16f32", VF32, steps, constant(bound))
-            numbers.append(call(builder, "llvm.rint.v16f32", VF32, steps))
-        whole = [builder.fptosi(number, VI32) for number in numbers]
-        order = [8 * eight + k for eight in range(CHUNK // 8) for k in _ORDER]
-        both = shuffle(builder, *whole, order)
-        store(builder, codes, builder.trunc(both, ir.VectorType(ir.IntType(8), CHUNK)), 1)
-        return builder.fmul(fold_sum(builder, builder.fadd(*numbers)), scale)
-
-    return nt.float32(nt.int64, nt.int64, nt.int64), emit
+def words_of(kind: int) -> int:
+    """The kind of P_INT4's or P_INT8's codes with 16 bits each."""
+    return {P_INT4: P_INT4_WORDS, P_INT8: P_INT4_WORDS + 1}[kind]

@@ -25,7 +25,7 @@ from deepinfer.kernels.cpu.memory import (
     store_int16,
     store_int32,
 )
-from deepinfer.kernels.cpu.packed_products import BLOCK, CODE_BITS, record_bytes
+from deepinfer.kernels.cpu.records import BLOCK, CODE_BITS, record_bytes
 from deepinfer.kernels.cpu.tasks import Program, Task, unit
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F

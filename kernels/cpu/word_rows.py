@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.memory import load_float, load_int, store_float, store_half
-from deepinfer.kernels.cpu.packed_products import BLOCK
+from deepinfer.kernels.cpu.records import BLOCK
 from deepinfer.kernels.cpu.tasks import unit
 from deepinfer.kernels.cpu.vec16 import I32, LANES, VI32, constant, load, offset, shuffle, spread, store
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepinfer.kernels.cpu.packed_products import BLOCK
+from deepinfer.kernels.cpu.records import BLOCK
 from deepinfer.kernels.cpu.word_rows import COLUMNS
 from deepinfer.kernels.stored_words import CodeWords, StoredWords, WordsPart
 from deepinfer.stages.model.gguf_codes import GROUP, Int8Groups

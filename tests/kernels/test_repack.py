@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from deepinfer.kernels.cpu import repack
-from deepinfer.kernels.cpu.packed_products import BLOCK, CHUNK, P_BF16, P_INT4, P_INT4_A8, P_INT8, record_bytes
+from deepinfer.kernels.cpu.activation_forms import CHUNK
+from deepinfer.kernels.cpu.records import BLOCK, P_BF16, P_INT4, P_INT8, record_bytes
 
-DTYPES = {P_INT4: torch.uint8, P_INT8: torch.int8, P_BF16: torch.bfloat16, P_INT4_A8: torch.uint8}
-NUM_FACTORS = {P_INT4: 2, P_INT8: 1, P_BF16: 0, P_INT4_A8: 2}
+DTYPES = {P_INT4: torch.uint8, P_INT8: torch.int8, P_BF16: torch.bfloat16}
+NUM_FACTORS = {P_INT4: 2, P_INT8: 1, P_BF16: 0}
 
 
 @pytest.fixture(params=["one thread", "all threads"], autouse=True)
@@ -41,7 +42,7 @@ def reference_records(kind, group, wide, codes, factors):
         (P_INT4, 16, 32, 32),
         (P_INT4, 80, 384, 128),
         (P_INT4, 1, 64, 64),
-        (P_INT4_A8, 33, 256, 32),
+        (P_INT4, 33, 256, 32),
         (P_INT8, 16, 32, 32),
         (P_INT8, 47, 96, 32),
         (P_BF16, 32, 64, CHUNK),

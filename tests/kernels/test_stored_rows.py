@@ -7,8 +7,9 @@ from file_blocks import HALVES, PLAIN, by_the_package, random_rows
 
 from deepinfer.kernels import packing
 from deepinfer.kernels.cpu import repack
+from deepinfer.kernels.cpu.activation_forms import CHUNK
 from deepinfer.kernels.cpu.file_types import FILE_TYPES
-from deepinfer.kernels.cpu.packed_products import CHUNK, P_BF16, P_INT4, P_INT4_A8, P_INT8, record_bytes
+from deepinfer.kernels.cpu.records import P_BF16, P_INT4, P_INT8, record_bytes
 from deepinfer.kernels.stored_rows import NotFiniteError, joined_rows, same_rows, stored_rows
 
 TYPES = [kind.name for kind in FILE_TYPES]
@@ -93,14 +94,13 @@ def four_bit_parts(type_name, raw):
     return [torch.from_numpy(part.reshape(len(raw), -1)) for part in (codes, *factors)]
 
 
-@pytest.mark.parametrize("kind", [P_INT4, P_INT4_A8])
 @pytest.mark.parametrize("type_name", Q4)
-def test_four_bit_codes_are_packed_with_their_scales_and_minima(type_name, kind):
+def test_four_bit_codes_are_packed_with_their_scales_and_minima(type_name):
     raw = random_rows(type_name, 37, 512)
     codes, *factors = four_bit_parts(type_name, raw)
-    records, wide = packed(stored_rows("w", type_name, raw, 512), kind)
+    records, wide = packed(stored_rows("w", type_name, raw, 512), P_INT4)
     assert wide == (type_name == "Q4_K")
-    assert torch.equal(records, records_of(kind, codes, factors, wide))
+    assert torch.equal(records, records_of(P_INT4, codes, factors, wide))
 
 
 def test_a_minimum_that_fp16_does_not_hold_makes_the_scales_and_minima_of_its_matrix_fp32():

@@ -6,7 +6,7 @@ import torch
 from test_stored_rows import packed, records_of, threads  # noqa: F401 - a fixture
 
 from deepinfer.kernels import packing
-from deepinfer.kernels.cpu.packed_products import P_BF16, P_INT4, P_INT4_A8, P_INT8
+from deepinfer.kernels.cpu.records import P_BF16, P_INT4, P_INT8
 from deepinfer.kernels.cpu.word_rows import BLOCKS_OF_UNIT, COLUMNS, EIGHT_ROWS, ROWS
 from deepinfer.kernels.stored_words import CodeWords, StoredWords, WordsPart
 
@@ -34,17 +34,16 @@ def part_of(layout, rows, columns, group, seed=0, is_half=True):
     return part, [torch.from_numpy(codes.astype(np.uint8)), *map(torch.from_numpy, factors)]
 
 
-@pytest.mark.parametrize("kind", [P_INT4, P_INT4_A8])
 @pytest.mark.parametrize("is_half", [True, False])
 @pytest.mark.parametrize("layout", [ROWS, COLUMNS, EIGHT_ROWS])
-def test_words_of_every_layout_are_packed_as_their_codes_would_be(layout, is_half, kind):
+def test_words_of_every_layout_are_packed_as_their_codes_would_be(layout, is_half):
     for rows, columns, group in [(16, 32, 32), (48, 192, 64), (MANY_ROWS, 384, 128)]:
         part, (codes, *factors) = part_of(layout, rows, columns, group, is_half=is_half)
         stored = StoredWords((part,), group)
-        records, wide = packed(stored, kind)
+        records, wide = packed(stored, P_INT4)
         assert stored.shape == (rows, columns)
         assert wide == (not is_half)
-        assert torch.equal(records, records_of(kind, codes, factors, wide, group))
+        assert torch.equal(records, records_of(P_INT4, codes, factors, wide, group))
 
 
 def test_parts_lie_below_one_another():

@@ -32,7 +32,7 @@ from reference import teacher_forced_logits
 from tiny_checkpoints import random_ids, tiny_model
 
 from deepinfer.kernels import packed_linear
-from deepinfer.kernels.cpu.packed_products import P_INT4
+from deepinfer.kernels.cpu.records import P_INT4
 from deepinfer.kernels.devices import open_device
 from deepinfer.kernels.stored_words import StoredWords
 from deepinfer.stages.model import Checkpoint, UnsupportedModelError, load_model, open_checkpoint
