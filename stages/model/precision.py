@@ -26,7 +26,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def has_fast_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX-BF16, Arm BF16)."""
+    """Whether bf16 weights are multiplied as they lie: by kernels of ours, or by a processor that multiplies bfloat16
+    itself (AVX512-BF16, AMX-BF16, Arm BF16)."""
+    if packed_linear.available():
+        return True
     if not _CPUINFO.exists():
         return False
     for line in _CPUINFO.read_text().splitlines():
