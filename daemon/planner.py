@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.target import Target
-from deepinfer.kernels import BlockLayout, KVFormat, packed_linear, resolve_kv_format
+from deepinfer.kernels import BlockLayout, KVFormat, resolve_kv_format
 from deepinfer.stages.memory.entries import idle_chunks
 from deepinfer.stages.memory.layer_groups import LayerGroups, group_layers
 from deepinfer.stages.memory.sizes import blocks_for
@@ -89,7 +89,7 @@ def demand_of(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> D
     model = checkpoint.config
     if config.max_context is not None and config.max_context > model.max_context:
         raise ConfigError(f"max_context is {config.max_context}; the model was made for at most {model.max_context}")
-    dtype = choose_dtype(config.dtype, checkpoint.source.headers, target.fast_bf16)
+    dtype = choose_dtype(config.dtype, checkpoint.source.headers)
     check_w4_activations(config.w4_activations, config.model, dtype, checkpoint)
     copies = keeps_bf16_copies(config.w4_prefill) and not config.batch_invariant and not target.cuda_kernels
     weights = checkpoint.estimate_weight_bytes(dtype, copies, target.cuda_kernels)
@@ -113,9 +113,7 @@ def check_w4_activations(wish: str, model: str, dtype: str, checkpoint: Checkpoi
 
 def _keeps_table_twice(checkpoint: Checkpoint, config: EngineConfig, target: Target) -> bool:
     """Whether the head's kernel wants a tied table in an order of its own, from which embeddings are not read."""
-    if target.cuda_kernels:
-        return config.batch_invariant or not _dense_table(checkpoint)
-    return not packed_linear.available() and not _dense_table(checkpoint)
+    return target.cuda_kernels and (config.batch_invariant or not _dense_table(checkpoint))
 
 
 def _dense_table(checkpoint: Checkpoint) -> bool:

@@ -21,8 +21,6 @@ class Target(NamedTuple):
     gpu: bool
     cuda_kernels: bool
     """They also run without a GPU, in tests; what they need of scratch memory is theirs."""
-    fast_bf16: bool | None
-    """See `choose_dtype`."""
     free: int
     total: int
     host_free: int
@@ -33,7 +31,7 @@ def target_of(ops: Ops) -> Target:
     host = available_bytes()
     gpu = ops.device.startswith("cuda")
     free, total = torch.cuda.mem_get_info() if gpu else (host, psutil.virtual_memory().total)
-    return Target(ops.name, gpu, ops.name != "cpu", ops.fast_bf16, free, total, host)
+    return Target(ops.name, gpu, ops.name != "cpu", free, total, host)
 
 
 def described(device: str, memory: int | None) -> Target:
@@ -43,7 +41,7 @@ def described(device: str, memory: int | None) -> Target:
         target = target_of(open_device(device))
         return target if memory is None else _with_memory(target, memory)
     gpu = device == "cuda"
-    return _with_memory(Target(device, gpu, device != "cpu", device != "cpu" or None, 0, 0, available_bytes()), memory)
+    return _with_memory(Target(device, gpu, device != "cpu", 0, 0, available_bytes()), memory)
 
 
 def _with_memory(target: Target, memory: int) -> Target:

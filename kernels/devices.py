@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepinfer.kernels import kernel_cache, packed_linear
+from deepinfer.kernels import kernel_cache
 from deepinfer.kernels.cpu import jit
 from deepinfer.kernels.ops import CpuOps, Ops
 
@@ -39,10 +39,6 @@ def open_device(name: str, w4_activations: str = "auto") -> Ops:
         return ops
     if not isinstance(ops, CpuOps):
         raise DeviceError(f"w4_activations is {w4_activations!r}, which {ops.name} does not have; it must be auto")
-    if not packed_linear.available():
-        raise DeviceError(
-            f"w4_activations is {w4_activations!r}, which needs a processor with AVX2 and FMA; here it must be auto"
-        )
     return CpuOps(int8_activations=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import elementwise, packed_linear
+from deepinfer.kernels import elementwise
 from deepinfer.kernels.attention import AttentionSpec, PagedAttention, make_attention
 from deepinfer.kernels.columns import ReorderedLinear, take_columns
 from deepinfer.kernels.cpu.paged_attention import NumbaAttention
@@ -20,7 +20,7 @@ from deepinfer.kernels.cpu.step_programs import StepPrograms
 from deepinfer.kernels.cpu.tasks import recorder
 from deepinfer.kernels.graphs import Graph, StepCapture
 from deepinfer.kernels.kv_formats import BlockLayout, KVFormat
-from deepinfer.kernels.linear import DenseLinear, Linear, W4A16Linear, W8A16Linear
+from deepinfer.kernels.linear import DenseLinear, Linear
 from deepinfer.kernels.packed_linear import PackedLinear
 from deepinfer.kernels.packing import Stored
 from deepinfer.kernels.streams import AtOnce, Stream
@@ -33,8 +33,6 @@ class Ops(Protocol):
     """As `status` shows it: "cpu", "cuda: <card>" or "host-emulation"."""
     device: str
     """As torch names it."""
-    fast_bf16: bool | None
-    """Whether it multiplies bfloat16 itself. None: that depends on the processor."""
     overlaps: bool
     """Whether it does the work of several streams side by side."""
 
@@ -148,14 +146,13 @@ class Ops(Protocol):
 
 
 class CpuOps:
-    """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`. Where the processor has
-    vectors that multiply, weights that meet bf16 activations are packed for them (`kernels.packed_linear`).
+    """torch and numba; see `kernels.elementwise`, `kernels.linear` and `kernels.attention`. Weights that meet bf16
+    activations are packed for the processor's products (`kernels.packed_linear`).
 
-    `int8_activations`: what meets 4-bit weights is rounded to 8 bits. `packed_linear.available()` must hold for it.
+    `int8_activations`: what meets 4-bit weights is rounded to 8 bits.
     """
 
     name = device = "cpu"
-    fast_bf16: bool | None = None
     overlaps = False
     argmax = staticmethod(elementwise.argmax)
     capture: Callable[[Callable[[], None]], Graph] | None = None
@@ -183,14 +180,12 @@ class CpuOps:
     def dense(
         self, weight: Tensor, bias: Tensor | None, batch_invariant: bool, out_dtype: torch.dtype | None = None
     ) -> Linear:
-        if weight.dtype == torch.bfloat16 and packed_linear.available():
+        if weight.dtype == torch.bfloat16:
             return PackedLinear(P_BF16, weight, bias=bias, out_dtype=out_dtype or torch.bfloat16)
-        return DenseLinear(weight, bias, batch_invariant, out_dtype)
+        return DenseLinear(weight, bias)
 
     def w8a16(self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype | None = None) -> Linear:
-        if packed_linear.available():
-            return PackedLinear(P_INT8, codes, scales, out_dtype=out_dtype or torch.bfloat16)
-        return W8A16Linear(codes, scales, None, out_dtype)
+        return PackedLinear(P_INT8, codes, scales, out_dtype=out_dtype or torch.bfloat16)
 
     def w4a16(
         self,
@@ -203,17 +198,13 @@ class CpuOps:
         bf16_prefill: bool,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        if packed_linear.available():
-            out = out_dtype or torch.bfloat16
-            rounded = bf16_prefill and not batch_invariant and not self._int8_activations
-            return PackedLinear(
-                P_INT4, codes, scales, minima, bias, group_size, out, rounded, int8_activations=self._int8_activations
-            )
-        return W4A16Linear(codes, scales, minima, bias, group_size, batch_invariant, bf16_prefill, out_dtype)
+        out = out_dtype or torch.bfloat16
+        rounded = bf16_prefill and not batch_invariant and not self._int8_activations
+        return PackedLinear(
+            P_INT4, codes, scales, minima, bias, group_size, out, rounded, int8_activations=self._int8_activations
+        )
 
-    @property
-    def packs_stored(self) -> bool:
-        return packed_linear.available()
+    packs_stored = True
 
     def stored(
         self,

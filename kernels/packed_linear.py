@@ -1,4 +1,4 @@
-"""Matmul forms over packed weights, for processors with vectors that multiply: one kernel for every row count."""
+"""Matmul forms over packed weights: one kernel for every row count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from deepinfer.kernels.cpu import amx, bf16_dot
 from deepinfer.kernels.cpu.activation_forms import A_BF16, A_FP32, A_INT8, A_INT16, CHUNK, INTEGERS
 from deepinfer.kernels.cpu.amx_matmul import MOST_ROWS, matmul_unit
 from deepinfer.kernels.cpu.packed_matmul import ROW_TILE, form_for, packed_units
-from deepinfer.kernels.cpu.packed_products import avx2_available
 from deepinfer.kernels.cpu.records import BLOCK, P_BF16, P_INT4, P_INT8, record_bytes
 from deepinfer.kernels.cpu.repack import WORTH_WAKING, fit_half, pack_records
 from deepinfer.kernels.cpu.tasks import Task, recorder, refuse_recording, run_tasks
@@ -37,11 +36,6 @@ COPY_ROWS, ROUND_ROWS = 16, 64
 """More rows than this meet 4-bit weights rounded to bf16, where that is asked for: by a copy of them, or, where the
 processor has matrix tiles, rounded tile by tile."""
 _CONVERTED = {A_INT8: torch.int8, A_INT16: torch.int16, A_FP32: torch.float32}
-
-
-def available() -> bool:
-    """Whether this processor has AVX512-BF16, or AVX2 with FMA."""
-    return bf16_dot.available() or avx2_available()
 
 
 def rounds_tiles() -> bool:

@@ -117,7 +117,7 @@ class _Models:
             raise ConfigError(str(error)) from error
         self.path = resolve_model(settings.model)
         checkpoint = self._open()
-        self._dtype = choose_dtype(settings.dtype, checkpoint.source.headers, self.ops.fast_bf16)
+        self._dtype = choose_dtype(settings.dtype, checkpoint.source.headers)
         self._biased, self.max_context = checkpoint.config.qkv_bias, checkpoint.config.max_context
         with closing(checkpoint.source):
             check_w4_activations(settings.w4_activations, settings.model, self._dtype, checkpoint)

@@ -41,7 +41,7 @@ class Activity(NamedTuple):
 def activities(settings: Quantize, ops: Ops, checkpoint: Checkpoint) -> list[dict[str, Activity]]:
     """For each layer, by form. Loads the whole source. Raises ConfigError where memory has no room for it."""
     path, target = checkpoint.path, target_of(ops)
-    dtype = choose_dtype("auto", checkpoint.source.headers, ops.fast_bf16)
+    dtype = choose_dtype("auto", checkpoint.source.headers)
     need = checkpoint.estimate_weight_bytes(dtype, cuda_kernels=target.cuda_kernels)
     if need > ROOM * target.free:
         words = f"the source in {dtype} needs {mib(need)}, {mib(target.free)} are free on {target.name}"

@@ -5,7 +5,8 @@ Weights take part as their codes, which are exact; scale and minimum come in onc
 order of sums depends on K and the group alone, so that one row and many rows are bit-equal.
 
 How products are made depends on the form of the activations (`activation_forms`): of bf16 by AVX512-BF16, of 16-bit
-integers by AVX2 (and AVX-VNNI where LLVM finds it), of bytes and 4-bit codes by AVX512-VNNI or AVX2, of fp32 by FMA.
+integers by AVX2 (and AVX-VNNI where LLVM finds it), of bytes and 4-bit codes by AVX512-VNNI or AVX2, of fp32 by fused
+multiplications. Other processors multiply integers by what LLVM makes of their products, written out.
 """
 
 from __future__ import annotations
@@ -76,9 +77,8 @@ _HALF_SUMS = ir.VectorType(I32, LANES // 2)
 
 @functools.cache
 def avx2_available() -> bool:
-    """Whether this processor multiplies integers of 8 and 16 bits in vectors, and has FMA and conversions of fp16."""
-    features = binding.get_host_cpu_features()
-    return all(features.get(name, False) for name in ("avx2", "fma", "f16c"))
+    """Whether this processor multiplies pairs of integers and adds both products in one instruction."""
+    return bool(binding.get_host_cpu_features().get("avx2", False))
 
 
 @functools.cache
@@ -132,6 +132,25 @@ def _bytes(count: int) -> Any:
 
 def _constant(kind: Any, value: int) -> Any:
     return ir.Constant(kind, [value] * kind.count)
+
+
+def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
+    """a0 b0 + a1 b1, ... of sixteen integers of 16 bits each, in eight of 32."""
+    if avx2_available():
+        return call(builder, "llvm.x86.avx2.pmadd.wd", _HALF_SUMS, a, b)
+    return _added_pairs(builder, *(builder.sext(part, VI32) for part in (a, b)))
+
+
+def _byte_pair_sums(builder: Any, a: Any, b: Any) -> Any:
+    """The same of 32 bytes each, a without and b with a sign, in sixteen of 16 bits, which must hold them."""
+    if avx2_available():
+        return call(builder, "llvm.x86.avx2.pmadd.ub.sw", _HALF_WORDS, a, b)
+    return _added_pairs(builder, builder.zext(a, WORDS), builder.sext(b, WORDS))
+
+
+def _added_pairs(builder: Any, a: Any, b: Any) -> Any:
+    products, count = builder.mul(a, b), a.type.count
+    return builder.add(*(shuffle(builder, products, products, list(range(k, count, 2))) for k in (0, 1)))
 
 
 def _spread_bits(builder: Any, address: Any, kind: Any) -> Any:
@@ -193,7 +212,7 @@ def _int16_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[An
             for total, place in zip(totals, rows, strict=True):
                 two = _spread_bits(builder, offset(builder, place, 4 * pair), _HALF_WORDS)
                 for half in (0, 1):
-                    product = call(builder, "llvm.x86.avx2.pmadd.wd", _HALF_SUMS, weights[half], two)
+                    product = _pair_sums(builder, weights[half], two)
                     total[half] = builder.add(total[half], product)
             pair += 1
     return [shuffle(builder, *total, list(range(LANES))) for total in totals]
@@ -213,7 +232,7 @@ def _int8_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any
     return totals
 
 
-def _int8_sums_avx2(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
+def _int8_sums_by_pairs(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
     """As `_int8_sums`. A 16-bit sum takes in 16 products of at most 15 and 127 in size, so that it cannot overflow."""
     totals: list[list[Any]] = [[None] * 2 for _ in rows]
     low_bits, ones = _constant(_HALF_BYTES, 15), _constant(_HALF_WORDS, 1)
@@ -226,9 +245,9 @@ def _int8_sums_avx2(builder: Any, kind: int, rows: list[Any], codes: Any) -> lis
             for total, row in zip(totals, rows, strict=True):
                 four = _spread_bits(builder, offset(builder, row, at), _HALF_BYTES)
                 for half in (0, 1):
-                    product = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _HALF_WORDS, weights[half], four)
+                    product = _byte_pair_sums(builder, weights[half], four)
                     total[half] = product if total[half] is None else builder.add(total[half], product)
-    sums = [[call(builder, "llvm.x86.avx2.pmadd.wd", _HALF_SUMS, part, ones) for part in total] for total in totals]
+    sums = [[_pair_sums(builder, part, ones) for part in total] for total in totals]
     return [shuffle(builder, *both, list(range(LANES))) for both in sums]
 
 
@@ -239,7 +258,7 @@ def _add_integers(
     if form == A_INT16:
         totals = _int16_sums(builder, kind, rows, codes)
     else:
-        totals = (_int8_sums if vnni_available() else _int8_sums_avx2)(builder, kind, rows, codes)
+        totals = (_int8_sums if vnni_available() else _int8_sums_by_pairs)(builder, kind, rows, codes)
     for (slot,), total, scale in zip(slots, totals, scales, strict=True):
         product = builder.sitofp(total, VF32)
         builder.store(fused(builder, product, load_scalar(builder, scale), builder.load(slot)), slot)

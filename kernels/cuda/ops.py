@@ -48,7 +48,6 @@ class CudaDenseLinear:
 class CudaOps(CudaElementwise):
     """See `kernels.ops.Ops`. `backend` runs the kernels: CuPy on a GPU, or the host shim in tests."""
 
-    fast_bf16: bool | None = True
     overlaps = True
 
     def __init__(self, backend: Backend) -> None:

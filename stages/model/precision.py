@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from deepinfer.kernels import packed_linear
 from deepinfer.stages.model.config import HEAD
@@ -21,31 +20,13 @@ FUSED = (
 """Matrices of one layer that are multiplied as one."""
 _PACK_ROWS = 16
 _IN_LAYER = re.compile(r"(.*layers\.\d+\.)(.+)")
-_FAST_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-_CPUINFO = Path("/proc/cpuinfo")
-
-
-def has_fast_bf16() -> bool:
-    """Whether bf16 weights are multiplied as they lie: by kernels of ours, or by a processor that multiplies bfloat16
-    itself (AVX512-BF16, AMX-BF16, Arm BF16)."""
-    if packed_linear.available():
-        return True
-    if not _CPUINFO.exists():
-        return False
-    for line in _CPUINFO.read_text().splitlines():
-        if line.lower().startswith(("flags", "features")):
-            return bool(_FAST_BF16_FLAGS & set(line.split(":", 1)[1].split()))
-    return False
 
 
 def prefills_in_bf16(w4_prefill: str) -> bool:
-    """Whether many rows meet 4-bit weights rounded to bf16. auto: where that is the faster one, by matrix tiles, and
-    where there is no kernel of ours for the codes."""
+    """Whether many rows meet 4-bit weights rounded to bf16. auto: where that is the faster one, by matrix tiles."""
     if w4_prefill not in W4_PREFILL:
         raise ValueError(f"w4_prefill {w4_prefill!r} is unknown; known: {', '.join(W4_PREFILL)}")
-    return w4_prefill == "bf16" or (
-        w4_prefill == "auto" and (packed_linear.rounds_tiles() or not packed_linear.available())
-    )
+    return w4_prefill == "bf16" or (w4_prefill == "auto" and packed_linear.rounds_tiles())
 
 
 def keeps_bf16_copies(w4_prefill: str) -> bool:
@@ -53,22 +34,14 @@ def keeps_bf16_copies(w4_prefill: str) -> bool:
     return prefills_in_bf16(w4_prefill) and not packed_linear.rounds_tiles()
 
 
-def choose_dtype(requested: str, headers: Mapping[str, TensorHeader], fast_bf16: bool | None = None) -> str:
-    """Gives "fp32" or "bf16". auto: bf16 for quantised files (W4A16 is fast in bf16 only) and, where the device has
-    bf16, for 16-bit files; fp32 for fp32 files. Raises ValueError for another name.
-
-    `fast_bf16`: whether the device has bf16. None asks the processor.
-    """
+def choose_dtype(requested: str, headers: Mapping[str, TensorHeader]) -> str:
+    """Gives "fp32" or "bf16". auto: fp32 for fp32 files, bf16 for all others. Raises ValueError for another name."""
     if requested not in DTYPES:
         raise ValueError(f"dtype {requested!r} is unknown; known: {', '.join(DTYPES)}")
     if requested != "auto":
         return requested
     matrices = {header.dtype for header in headers.values() if len(header.shape) == 2}
-    if matrices == {"F32"}:
-        return "fp32"
-    if not matrices <= {"F32", "F16", "BF16"}:
-        return "bf16"
-    return "bf16" if (has_fast_bf16() if fast_bf16 is None else fast_bf16) else "fp32"
+    return "fp32" if matrices == {"F32"} else "bf16"
 
 
 def weight_bytes(headers: Mapping[str, TensorHeader], dtype: str, bf16_copies: bool, cuda_kernels: bool) -> int:
@@ -82,12 +55,12 @@ def _bytes_of(name: str, headers: Mapping[str, TensorHeader], dtype: str, bf16_c
     if dtype == "fp32" or (len(shape) == 1 and name.endswith("weight")):
         return 4 * count
     if headers[name].int8 and is_table(name):
-        return count + (2 if packed_linear.available() else 6) * (count // GROUP)
+        return count + 2 * (count // GROUP)
     if len(shape) == 2 and is_packed(name, headers):
         if cuda_kernels:  # which also keep fp16 scales with zeros
             wide = headers[name].dtype == "Q4_K"
         else:
-            wide = packed_linear.available() and headers[name].wide
+            wide = headers[name].wide
         scales_and_zeros = (8 if wide else 4) * (count // headers[name].group)
         return count // 2 + scales_and_zeros + (2 * count if bf16_copies and not is_table(name) else 0)
     return 2 * count

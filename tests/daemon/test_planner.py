@@ -54,7 +54,7 @@ def demand(name: str, weights: int = W4_3B_BYTES, model: ModelConfig = QWEN_3B, 
 
 
 def card(memory: int) -> Target:
-    return Target("cuda", True, True, True, memory, memory, 16 * GIB)
+    return Target("cuda", True, True, memory, memory, 16 * GIB)
 
 
 @pytest.mark.parametrize("name", BLOCK_BYTES)
@@ -77,7 +77,7 @@ def test_eight_bit_formats_hold_twice_the_tokens_of_fp16_less_their_scales():
 
 def test_the_margin_is_six_percent_of_a_large_card():
     assert plan_memory(EngineConfig(), demand("fp16"), card(8 * GIB)).margin == int(0.06 * 8 * GIB)
-    host = Target("cpu", False, False, None, 8 * GIB, 8 * GIB, 8 * GIB)
+    host = Target("cpu", False, False, 8 * GIB, 8 * GIB, 8 * GIB)
     assert plan_memory(EngineConfig(), demand("fp16"), host).margin == 0
 
 
@@ -138,7 +138,7 @@ def test_random_plans_fit_or_are_refused_and_the_largest_context_is_the_largest(
     for _ in range(150):
         gpu = rng.random() < 0.6
         memory = rng.randrange(1 * GIB, 9 * GIB)
-        target = Target("x", gpu, gpu, True, memory, memory, 8 * GIB if gpu else memory)
+        target = Target("x", gpu, gpu, memory, memory, 8 * GIB if gpu else memory)
         wish = EngineConfig(
             max_context=rng.choice([None, rng.randrange(2, 32769)]),
             num_blocks=rng.choice([None, None, rng.randrange(1, 6000)]),
@@ -329,7 +329,7 @@ def test_the_plan_of_a_start_is_the_plan_of_the_command(tiny_path):
 
 
 def test_rounded_activations_are_refused_for_a_model_without_4_bit_weights(tiny_path, smollm2_path):
-    target = Target("cpu", False, False, None, 8 * GIB, 8 * GIB, 8 * GIB)
+    target = Target("cpu", False, False, 8 * GIB, 8 * GIB, 8 * GIB)
     wish = EngineConfig(w4_activations="int8")
     with pytest.raises(ConfigError, match="w4_activations is 'int8', which is for 4-bit weights in bf16 compute"):
         demand_of(open_checkpoint(tiny_path), wish, target)
@@ -343,7 +343,7 @@ def test_rounded_activations_are_refused_for_a_model_without_4_bit_weights(tiny_
 def test_a_tied_eight_bit_table_is_counted_twice_where_the_head_has_its_own_order(smollm2_path):
     checkpoint = open_checkpoint(smollm2_path)
     config = EngineConfig(w4_prefill="int4")
-    cpu = demand_of(checkpoint, config, Target("cpu", False, False, None, 8 * GIB, 8 * GIB, 8 * GIB))
+    cpu = demand_of(checkpoint, config, Target("cpu", False, False, 8 * GIB, 8 * GIB, 8 * GIB))
     gpu = demand_of(checkpoint, config, card(8 * GIB))
     model = checkpoint.config
     assert gpu.weights - cpu.weights == model.vocab_size * model.hidden_size

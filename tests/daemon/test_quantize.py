@@ -256,7 +256,7 @@ def test_weights_must_fit_the_device_and_logits_the_host(tiny_path: Path, monkey
         (False, 2 * (weights + logits), 0, ""),
         (False, weights + logits, 0, "free on a card"),
     ):
-        target = Target("a card", gpu, gpu, True, device, device, host)
+        target = Target("a card", gpu, gpu, device, device, host)
         monkeypatch.setattr("deepinfer.daemon.quantize.divergence.target_of", lambda ops, found=target: found)
         said = check_memory(Quantize(positions=1000, window=128, skip=16), CpuOps(), checkpoint)
         assert words in said

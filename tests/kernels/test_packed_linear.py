@@ -9,15 +9,14 @@ from file_blocks import by_the_package, random_rows
 from matmul_cases import assert_rows_do_not_depend_on_the_batch, quantised_int4, quantised_int8, random
 
 from deepinfer.kernels import packed_linear
-from deepinfer.kernels.cpu import amx, bf16_dot
+from deepinfer.kernels.cpu import amx, avx2_matmul, bf16_dot, jit, packed_matmul, packed_products
 from deepinfer.kernels.cpu.records import P_BF16, P_INT4, P_INT8
 from deepinfer.kernels.devices import DeviceError, open_device
-from deepinfer.kernels.linear import DenseLinear, W4A16Linear, W8A16Linear, dequantise
+from deepinfer.kernels.linear import DenseLinear, dequantise
 from deepinfer.kernels.ops import CpuOps
 from deepinfer.kernels.packed_linear import PackedLinear
 from deepinfer.kernels.stored_rows import stored_rows
 
-needs_packed = pytest.mark.skipif(not packed_linear.available(), reason="this processor has no AVX2 and no AVX512-BF16")
 needs_bf16_dot = pytest.mark.skipif(not bf16_dot.available(), reason="this processor has no AVX512-BF16")
 needs_amx = pytest.mark.skipif(not packed_linear.rounds_tiles(), reason="this processor has no AMX for bf16")
 DOTS, TILES, PLAIN = "bf16 dot products", "matrix tiles", "integers of 16 bits and fp32"
@@ -59,7 +58,6 @@ def int4_weight(codes, scales, minima, group):
     return grouped.flatten(1)
 
 
-@needs_packed
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
     ("shape", "group"),
@@ -76,7 +74,6 @@ def test_int4_weights_are_scale_times_code_plus_minimum(shape, group, rows, prod
         )
 
 
-@needs_packed
 def test_every_code_of_every_place_in_a_group_counts(products):
     """Multiplying the identity gives the weights back, exactly: nothing about them is rounded."""
     codes, scales, minima = quantised_int4(32, 128, 64)
@@ -92,7 +89,6 @@ def test_every_code_of_every_place_in_a_group_counts(products):
     assert torch.equal(weight, codes.float() * scales.repeat_interleave(32, 1))
 
 
-@needs_packed
 def test_scales_take_half_the_memory_where_fp16_holds_them_exactly():
     codes, scales, minima = quantised_int4(64, 64, 32)
     exact = PackedLinear(P_INT4, codes, scales, minima)
@@ -104,7 +100,6 @@ def test_scales_take_half_the_memory_where_fp16_holds_them_exactly():
     assert_is_the_exact_product(too_large(x), x, int4_weight(codes, 1e5 * scales, minima, 32), None)
 
 
-@needs_packed
 def test_activations_of_16_bits_are_exact_within_seven_powers_of_two(monkeypatch):
     """And rounded to a multiple of the step below: beside 1 that is 2^-14."""
     monkeypatch.setattr(bf16_dot, "available", lambda: False)
@@ -118,13 +113,35 @@ def test_activations_of_16_bits_are_exact_within_seven_powers_of_two(monkeypatch
     assert torch.equal(exact, expected)
 
 
-@needs_packed
 @pytest.mark.parametrize("size", [1.1754944e-38, 1e-41, 3.3e38])
 def test_the_smallest_and_the_largest_activations_of_16_bits_stay_finite(monkeypatch, size):
     monkeypatch.setattr(bf16_dot, "available", lambda: False)
     linear = PackedLinear(P_INT8, torch.eye(32, dtype=torch.int8), torch.ones(32, 1), out_dtype=torch.float32)
     x = torch.full((1, 32), size).bfloat16()
     assert torch.allclose(linear(x), x.float(), rtol=0, atol=2.0**-126)
+
+
+def test_products_of_processors_without_such_instructions_are_the_same(monkeypatch, tmp_path):
+    """Integers are multiplied exactly in any way. The code is kept apart from what this processor uses."""
+    x = random(9, 192, seed=1, dtype=torch.bfloat16)
+    codes, scales, minima = quantised_int4(48, 192, 64)
+
+    def products():
+        for rows in (x, x[:2]):
+            yield PackedLinear(P_INT4, codes, scales, minima, None, 64)(rows)
+            yield PackedLinear(P_INT4, codes, scales, minima, None, 64, int8_activations=True)(rows)
+            yield PackedLinear(P_INT8, *quantised_int8(48, 192), out_dtype=torch.float32)(rows)
+
+    monkeypatch.setattr(bf16_dot, "available", lambda: False)
+    expected = list(products())
+    monkeypatch.setattr(packed_products, "avx2_available", lambda: False)
+    monkeypatch.setattr(packed_products, "vnni_available", lambda: False)
+    monkeypatch.setattr(packed_matmul, "vnni_available", lambda: False)
+    monkeypatch.setattr(jit, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(packed_matmul, "packed_units", packed_matmul.packed_units.__wrapped__)
+    monkeypatch.setattr(packed_linear, "packed_units", packed_matmul.packed_units)
+    monkeypatch.setattr(avx2_matmul, "matmul_unit", avx2_matmul.matmul_unit.__wrapped__)
+    assert all(torch.equal(y, other) for y, other in zip(products(), expected, strict=True))
 
 
 def rounded_to_bytes(x):
@@ -135,7 +152,6 @@ def rounded_to_bytes(x):
     return (torch.round(pieces * inverse).clamp(-127, 127).double() * scale.double()).flatten(1)
 
 
-@needs_packed
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
     ("shape", "group"), [((576, 576), 32), ((64, 32), 32), ((20, 64), 64), ((128, 256), 128), ((48, 512), 256)]
@@ -150,7 +166,6 @@ def test_activations_of_8_bits_are_multiplied_without_further_rounding(shape, gr
         assert_is_the_exact_product(y, rounded_to_bytes(x), weight, bias.double())
 
 
-@needs_packed
 def test_activations_that_8_bits_hold_lose_nothing():
     """Rows of whole numbers whose largest is 127, beside rows of zeros."""
     codes, scales, minima = quantised_int4(64, 128, 32)
@@ -163,7 +178,6 @@ def test_activations_that_8_bits_hold_lose_nothing():
     assert not torch.equal(rounded(other), exact(other))
 
 
-@needs_packed
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", [(576, 576), (20, 32), (1000, 64)])
 def test_int8_weights_are_code_times_scale(shape, rows, products):
@@ -175,7 +189,6 @@ def test_int8_weights_are_code_times_scale(shape, rows, products):
         assert_is_the_exact_product(y, as_multiplied(x, products), weight, bias.double())
 
 
-@needs_packed
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", [(576, 576), (576, 1536), (32, 48), (20, 40)])
 def test_bf16_weights_are_multiplied_as_they_are(shape, rows, products):
@@ -186,7 +199,6 @@ def test_bf16_weights_are_multiplied_as_they_are(shape, rows, products):
         assert_is_the_exact_product(y, x, weight.double(), bias.double())
 
 
-@needs_packed
 @pytest.mark.parametrize(("kind", "type_name"), [(P_BF16, "Q6_K"), (P_INT8, "Q8_0"), (P_INT4, "Q4_K")])
 def test_rows_of_files_are_multiplied_as_their_dense_weights_are(kind, type_name, products):
     raw, bias, x = random_rows(type_name, 40, 256), random(40), random(3, 256, seed=1, dtype=torch.bfloat16)
@@ -215,7 +227,6 @@ def every_kind(outputs, width):
     yield PackedLinear(P_INT4, codes, scales, minima, int8_activations=True)
 
 
-@needs_packed
 def test_rows_of_the_weights_come_back_exactly():
     ids = torch.tensor([37, 0, 15, 16, 37, 39], dtype=torch.int32)
     for wide in (False, True):
@@ -234,7 +245,6 @@ def test_rows_of_the_weights_come_back_exactly():
     assert PackedLinear(P_BF16, weight).rows(ids[:0]).shape == (0, 48)
 
 
-@needs_packed
 @pytest.mark.parametrize("shape", [(576, 576), (100, 1536)])
 def test_rows_are_bit_equal_in_any_batch_and_chunk(shape, products):
     x = random(150, shape[1], seed=1, dtype=torch.bfloat16)
@@ -245,7 +255,6 @@ def test_rows_are_bit_equal_in_any_batch_and_chunk(shape, products):
             assert torch.equal(torch.cat([linear(part) for part in x.split(chunk)]), whole)
 
 
-@needs_packed
 def test_a_row_that_is_not_finite_stays_alone(products):
     x = random(13, 96, seed=1, dtype=torch.bfloat16)
     for linear in every_kind(48, 96):
@@ -259,7 +268,6 @@ def test_a_row_that_is_not_finite_stays_alone(products):
             assert torch.equal(y[others], clean[others])
 
 
-@needs_packed
 def test_only_a_copy_costs_memory_and_only_many_rows_use_it(monkeypatch):
     monkeypatch.setattr(amx, "available", lambda: False)
     codes, scales, minima = quantised_int4(576, 576, 32)
@@ -327,34 +335,21 @@ def test_without_matrix_tiles_dot_products_take_every_row(monkeypatch):
     assert linear.kind == "w4a16 bf16 dot"
 
 
-def test_without_vectors_that_multiply_the_other_kernels_serve(monkeypatch):
-    monkeypatch.setattr(packed_linear, "available", lambda: False)
-    ops, four = CpuOps(), quantised_int4(32, 64, 32)
-    assert isinstance(ops.w4a16(*four, None, 32, batch_invariant=True, bf16_prefill=False), W4A16Linear)
-    assert isinstance(ops.w8a16(*quantised_int8(32, 64)), W8A16Linear)
-    assert isinstance(ops.dense(random(32, 64, dtype=torch.bfloat16), None, True), DenseLinear)
-
-
-@needs_packed
-def test_with_them_packed_weights_serve_but_for_fp32():
+def test_packed_weights_serve_all_but_fp32():
     ops = CpuOps()
     assert isinstance(ops.dense(random(32, 64, dtype=torch.bfloat16), None, True), PackedLinear)
     assert isinstance(ops.w8a16(*quantised_int8(32, 64)), PackedLinear)
     assert isinstance(ops.dense(random(32, 64), None, True), DenseLinear)
 
 
-def test_activations_are_rounded_only_where_that_is_asked_for_and_possible(monkeypatch):
+def test_activations_are_rounded_only_where_that_is_asked_for_and_possible():
     def kind(ops):
         return ops.w4a16(*quantised_int4(32, 64, 32), None, 32, batch_invariant=False, bf16_prefill=False).kind
 
     with pytest.raises(DeviceError, match="w4_activations is 'int8', which host-emulation does not have"):
         open_device("host-emulation", "int8")
-    if packed_linear.available():
-        assert kind(open_device("cpu", "int8")) == "w4a8 int8 dot"
-        assert kind(open_device("cpu")).startswith("w4a16 ")
-    monkeypatch.setattr(packed_linear, "available", lambda: False)
-    with pytest.raises(DeviceError, match=r"w4_activations is 'int8', which needs a processor with AVX2 and FMA"):
-        open_device("cpu", "int8")
+    assert kind(open_device("cpu", "int8")) == "w4a8 int8 dot"
+    assert kind(open_device("cpu")).startswith("w4a16 ")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +368,6 @@ def test_weights_that_do_not_fit_are_refused(kind, codes, factors, message):
         PackedLinear(kind, codes, *factors)
 
 
-@needs_packed
 def test_activations_that_do_not_fit_are_refused():
     linear = PackedLinear(P_BF16, random(32, 64, dtype=torch.bfloat16), bias=torch.zeros(32))
     with pytest.raises(ValueError, match="x must be bf16 with 64 columns"):

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from w4_harness import Case
 
+from deepinfer.kernels.cpu.records import P_INT4
 from deepinfer.kernels.cuda.gemv_plan import MAX_ROWS, plan_gemv
-from deepinfer.kernels.linear import W4A16Linear
+from deepinfer.kernels.packed_linear import PackedLinear
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = {FP32: 0.0, FP16: 2.0**-11, BF16: 2.0**-8}
@@ -45,7 +46,7 @@ def test_the_product_is_that_of_the_cpus_4_bit_matmul(backend, group_size):
     case.scales, case.minima = case.scales.bfloat16().float(), (case.scales * -7).bfloat16().float()
     case.bias = case.bias.bfloat16()
     weights = case.codes, case.scales, case.minima, case.bias
-    cpu, x = W4A16Linear(*weights, group_size, batch_invariant=True, bf16_prefill=False), case.x(5)
+    cpu, x = PackedLinear(P_INT4, *weights, group_size), case.x(5)
     difference = (cpu(x).float() - case.linear(backend)(x).float()).abs()
     assert (difference <= 3 * ROUNDING[BF16] * (case.product(x).abs() + 1)).all()
 

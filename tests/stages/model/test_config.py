@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from deepinfer.stages.model.config import ModelConfig
 from deepinfer.stages.model.config_hf import config_from_folder, config_from_json
 from deepinfer.stages.model.errors import CheckpointError, UnsupportedModelError
-from deepinfer.stages.model.precision import choose_dtype, has_fast_bf16
+from deepinfer.stages.model.precision import choose_dtype
 from deepinfer.stages.model.rope import inverse_frequencies, rope_tables
 from deepinfer.stages.model.source import TensorHeader
 
@@ -181,10 +181,10 @@ def _headers(*dtypes: str) -> dict[str, TensorHeader]:
     return {str(i): TensorHeader((8, 8), dtype, 0) for i, dtype in enumerate(dtypes)}
 
 
-def test_the_compute_dtype_follows_the_weights_and_the_processor() -> None:
+def test_the_compute_dtype_follows_the_weights() -> None:
     assert choose_dtype("auto", _headers("F32", "F32")) == "fp32"
     assert choose_dtype("auto", _headers("Q4_1", "Q8_0")) == "bf16"
-    assert choose_dtype("auto", _headers("BF16")) == ("bf16" if has_fast_bf16() else "fp32")
+    assert choose_dtype("auto", _headers("BF16", "F16")) == "bf16"
     assert choose_dtype("fp32", _headers("Q4_1")) == "fp32"
     with pytest.raises(ValueError, match="dtype 'fp16' is unknown; known: auto, fp32, bf16"):
         choose_dtype("fp16", {})

@@ -15,7 +15,6 @@ from reference import teacher_forced_logits
 from test_parity import CAPS, LINEAR, LLAMA3, NO_IDS, YARN, longrope, partial, partial_longrope
 from tiny_checkpoints import random_ids, tiny_model
 
-from deepinfer.kernels import packed_linear
 from deepinfer.stages.model import (
     Checkpoint,
     Model,
@@ -97,7 +96,7 @@ def test_8_bit_embedding_and_head_keep_their_codes_and_give_fp32_logits(tied: bo
     table = checkpoint.source.read("model.embed_tokens.weight")
     model = load_model(checkpoint)
     assert model.head.kind.split()[0] == "w8a16"
-    assert model.embedding.kind == ("rows of the head" if tied and packed_linear.available() else "int8 groups")
+    assert model.embedding.kind == ("rows of the head" if tied else "int8 groups")
     ids = torch.tensor([5, 0, 159, 5], dtype=torch.int32)
     assert torch.equal(model.embedding(ids), table[ids])
     hidden = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -13,8 +13,6 @@ from gguf_files import GGUFModelFile
 from peak_memory import WATCH
 from tiny_checkpoints import save, tiny_model
 
-from deepinfer.kernels import packed_linear
-
 MEASURE = f"""{WATCH}
 from deepinfer.stages.model import load_model, open_checkpoint
 
@@ -28,7 +26,6 @@ SLACK = 6 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux shows it")
-@pytest.mark.skipif(not packed_linear.available(), reason="other processors keep other forms of the weights")
 @pytest.mark.parametrize("kind", ["BF16 folder", "Q8_0 file", "Q6_K file", "Q4_1 file"])
 def test_the_most_that_loading_holds_is_the_model_and_its_largest_tensor(kind: str, tmp_path: Path) -> None:
     paths = []

@@ -94,7 +94,7 @@ def _check_weights(checkpoint: Checkpoint, folder: QuantisedFolder, in_codes: bo
 
 def _check_words(words: StoredWords | None, expected: torch.Tensor) -> None:
     """They are packed to the definition, to the bit."""
-    if words is not None and packed_linear.available():
+    if words is not None:
         rows = packed_linear.PackedLinear(P_INT4, words).rows(torch.arange(len(expected), dtype=torch.int32))
         assert torch.equal(rows, expected if words.order is None else expected[:, torch.from_numpy(words.order)])
 

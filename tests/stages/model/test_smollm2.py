@@ -14,7 +14,6 @@ from executor_runner import Runner
 from reference import greedy_ids, teacher_forced_logits
 from transformers import PreTrainedModel
 
-from deepinfer.kernels import packed_linear
 from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import Checkpoint, Model, Tokenizer, load_model, load_tokenizer, open_checkpoint
 
@@ -75,7 +74,6 @@ def test_packed_weights_in_bf16_stay_near_the_fp32_distribution(
     assert agree > 0.95
 
 
-@pytest.mark.skipif(not packed_linear.available(), reason="this processor has no AVX2 and no AVX512-BF16")
 def test_activations_of_8_bits_stay_near_those_of_bf16(
     smollm2_path: Path, reference: PreTrainedModel, tokenizer: Tokenizer
 ) -> None:

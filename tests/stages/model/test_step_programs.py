@@ -20,10 +20,6 @@ from deepinfer.kernels.devices import open_device
 from deepinfer.stages.model import load_model, open_checkpoint
 from deepinfer.stages.model.embedding import HeadEmbedding, ScaledEmbedding
 
-pytestmark = pytest.mark.skipif(
-    not packed_linear.available(), reason="without AVX2 the matmuls are library calls, which are not recorded"
-)
-
 
 @pytest.fixture(scope="module")
 def checkpoint_path(tmp_path_factory):
@@ -77,7 +73,6 @@ def test_columns_in_act_order_are_part_of_the_recorded_step(tmp_path):
     assert programs.replays >= 5
 
 
-@pytest.mark.skipif(not packed_linear.available(), reason="this processor has no AVX2 and no AVX512-BF16")
 def test_steps_that_round_activations_to_8_bits_are_replayed_as_well(smollm2_path):
     model = load_model(open_checkpoint(smollm2_path), ops=open_device("cpu", "int8"))
     same, programs = random_run(model, "int8", seed=3, steps=12)
