@@ -18,7 +18,7 @@ from deepinfer.kernels.cpu import amx
 from deepinfer.kernels.cpu.activation_forms import CHUNK
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES, WORDS, load_scalar, round_pairs
 from deepinfer.kernels.cpu.codecs import decode
-from deepinfer.kernels.cpu.packed_products import WITH_MINIMA, store_rounded, weight_pairs
+from deepinfer.kernels.cpu.packed_products import WITH_MINIMA, store_rounded
 from deepinfer.kernels.cpu.records import BLOCK, CODE_BITS, P_BF16, SCALES, record_bytes
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
@@ -33,6 +33,7 @@ from deepinfer.kernels.cpu.vec16 import (
     store,
     vec16,
 )
+from deepinfer.kernels.cpu.weight_codes import weight_pairs
 
 
 def _times(builder: Any, value: Any, factor: int) -> Any:

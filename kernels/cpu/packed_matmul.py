@@ -9,7 +9,7 @@ import numpy as np
 from numba import literally
 
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu import amx_matmul, avx2_matmul, bf16_dot
+from deepinfer.kernels.cpu import amx_matmul, bf16_dot, vector_matmul
 from deepinfer.kernels.cpu.activation_forms import (
     A_BF16,
     A_FP32,
@@ -118,7 +118,7 @@ def packed_units(kind: int, form: int, group: int, wide: bool, out_bf16: bool, b
         return PackedUnits(_dots_unit(kind, form, group, wide, out_bf16), _sums_unit(group), 0, rows)
     convert = _rounding_unit(form, group) if form in INTEGERS else _widening_unit(group)
     eight_rows = form == A_INT8 and vnni_available()
-    make = _dots_unit if eight_rows else avx2_matmul.matmul_unit
+    make = _dots_unit if eight_rows else vector_matmul.matmul_unit
     return PackedUnits(make(kind, form, group, wide, out_bf16), 0, convert, rows)
 
 

@@ -12,7 +12,6 @@ multiplications. Other processors multiply integers by what LLVM makes of their 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numba.core.types as nt
@@ -20,7 +19,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from deepinfer.kernels.codecs import BF16, FP16, FP32, INT8
+from deepinfer.kernels.codecs import BF16, FP16, FP32
 from deepinfer.kernels.cpu import bf16_dot
 from deepinfer.kernels.cpu.activation_forms import (
     A_BF16,
@@ -34,14 +33,9 @@ from deepinfer.kernels.cpu.activation_forms import (
 from deepinfer.kernels.cpu.bf16_dot import (
     VECTOR_BYTES,
     WORDS,
-    as_pairs,
-    bits,
     dot,
-    load_pairs,
     load_scalar,
-    round_pairs,
     spread_pair,
-    words,
 )
 from deepinfer.kernels.cpu.codecs import decode, round_bf16
 from deepinfer.kernels.cpu.records import (
@@ -49,7 +43,6 @@ from deepinfer.kernels.cpu.records import (
     CODE_BITS,
     P_INT4,
     P_INT4_WORDS,
-    P_INT8,
     SCALES,
     record_bytes,
 )
@@ -68,9 +61,9 @@ from deepinfer.kernels.cpu.vec16 import (
     spread,
     store,
 )
+from deepinfer.kernels.cpu.weight_codes import HALF_WORDS, code_places, filled, plus, weight_pairs, weight_words
 
 WITH_MINIMA = (P_INT4, P_INT4_WORDS)
-_HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
 _HALF_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 _HALF_SUMS = ir.VectorType(I32, LANES // 2)
 
@@ -87,53 +80,6 @@ def vnni_available() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512vnni", False))
 
 
-def _int4_pairs(builder: Any, place: Any) -> list[Any]:
-    """A lookup sees five bits of each word. The table repeats after sixteen, so that the fifth does not count."""
-    table = words([bits(float(code % 16)) for code in range(2 * LANES)])
-    packed = load(builder, place, WORDS, 2)
-    pairs = []
-    for nibble in range(4):
-        index = builder.lshr(packed, words([4 * nibble] * 2 * LANES)) if nibble else packed
-        pairs.append(as_pairs(builder, call(builder, "llvm.x86.avx512.permvar.hi.512", WORDS, table, index)))
-    return pairs
-
-
-def _int8_pairs(builder: Any, place: Any) -> list[Any]:
-    quarters = [decode(builder, INT8.number, offset(builder, place, LANES * part)) for part in range(4)]
-    return [round_pairs(builder, *quarters[:2]), round_pairs(builder, *quarters[2:])]
-
-
-def weight_pairs(builder: Any, kind: int, place: Any) -> list[Any]:
-    """The pairs of bf16 in the 64 bytes at an address, one for each lane of each vector."""
-    if kind == P_INT4:
-        return _int4_pairs(builder, place)
-    return _int8_pairs(builder, place) if kind == P_INT8 else [load_pairs(builder, place)]
-
-
-def weight_words(builder: Any, kind: int, place: Any) -> list[tuple[Any, Any]]:
-    """The pairs of 16-bit codes in the 64 bytes at an address, of eight outputs and of the other eight."""
-    if kind == P_INT8:
-        parts = [load(builder, offset(builder, place, LANES * part), _bytes(LANES), 1) for part in range(4)]
-        wide = [builder.sext(part, _HALF_WORDS) for part in parts]
-        return [(wide[0], wide[1]), (wide[2], wide[3])]
-    halves = [load(builder, offset(builder, place, half * VECTOR_BYTES // 2), _HALF_WORDS, 2) for half in (0, 1)]
-    if kind != P_INT4:
-        return [(halves[0], halves[1])]
-    low, shifts = _constant(_HALF_WORDS, 15), [_constant(_HALF_WORDS, 4 * nibble) for nibble in range(4)]
-    return [
-        (builder.and_(builder.lshr(halves[0], shift), low), builder.and_(builder.lshr(halves[1], shift), low))
-        for shift in shifts
-    ]
-
-
-def _bytes(count: int) -> Any:
-    return ir.VectorType(ir.IntType(8), count)
-
-
-def _constant(kind: Any, value: int) -> Any:
-    return ir.Constant(kind, [value] * kind.count)
-
-
 def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
     """a0 b0 + a1 b1, ... of sixteen integers of 16 bits each, in eight of 32."""
     if avx2_available():
@@ -144,7 +90,7 @@ def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
 def _byte_pair_sums(builder: Any, a: Any, b: Any) -> Any:
     """The same of 32 bytes each, a without and b with a sign, in sixteen of 16 bits, which must hold them."""
     if avx2_available():
-        return call(builder, "llvm.x86.avx2.pmadd.ub.sw", _HALF_WORDS, a, b)
+        return call(builder, "llvm.x86.avx2.pmadd.ub.sw", HALF_WORDS, a, b)
     return _added_pairs(builder, builder.zext(a, WORDS), builder.sext(b, WORDS))
 
 
@@ -158,16 +104,8 @@ def _spread_bits(builder: Any, address: Any, kind: Any) -> Any:
     scalar = builder.load(builder.inttoptr(address, I32.as_pointer()), align=1)
     undefined = ir.Constant(_HALF_SUMS, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    everywhere = builder.shuffle_vector(first, undefined, _constant(_HALF_SUMS, 0))
-    return builder.bitcast(everywhere, kind)
-
-
-def _plus(builder: Any, base: Any, index: Any, step: int) -> Any:
-    return builder.add(base, builder.mul(index, ir.Constant(index.type, step)))
-
-
-def _code_places(builder: Any, kind: int, codes: Any) -> list[Any]:
-    return [offset(builder, codes, at) for at in range(0, BLOCK * CHUNK * CODE_BITS[kind] // 8, VECTOR_BYTES)]
+    all_over = builder.shuffle_vector(first, undefined, filled(_HALF_SUMS, 0))
+    return builder.bitcast(all_over, kind)
 
 
 # What follows adds the products of `CHUNK` k, of rows of one form at the addresses `rows` and of codes at the address
@@ -178,7 +116,7 @@ Slots = list[list[Any]]
 def _add_bf16(builder: Any, kind: int, rows: list[Any], codes: Any, slots: Slots) -> None:
     sums, chains = [[builder.load(slot) for slot in row] for row in slots], len(slots[0])
     pair = 0
-    for vector in _code_places(builder, kind, codes):
+    for vector in code_places(builder, kind, codes):
         for weights in weight_pairs(builder, kind, vector):
             chain = pair * 2 * chains // CHUNK
             for row, place in zip(sums, rows, strict=True):
@@ -191,7 +129,7 @@ def _add_bf16(builder: Any, kind: int, rows: list[Any], codes: Any, slots: Slots
 
 def _add_fp32(builder: Any, kind: int, rows: list[Any], codes: Any, slots: Slots) -> None:
     sums = [builder.load(slot) for (slot,) in slots]
-    for pair, vector in enumerate(_code_places(builder, kind, codes)):
+    for pair, vector in enumerate(code_places(builder, kind, codes)):
         both = load(builder, vector, VI32, 2)
         halves = (builder.shl(both, constant(16, VI32)), builder.and_(both, constant(0xFFFF0000, VI32)))
         for k, half in enumerate(halves):
@@ -206,11 +144,11 @@ def _add_fp32(builder: Any, kind: int, rows: list[Any], codes: Any, slots: Slots
 
 def _int16_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
     """In integers, which cannot overflow: 32 products of 15 bits and 8."""
-    totals, pair = [[_constant(_HALF_SUMS, 0)] * 2 for _ in rows], 0
-    for vector in _code_places(builder, kind, codes):
+    totals, pair = [[filled(_HALF_SUMS, 0)] * 2 for _ in rows], 0
+    for vector in code_places(builder, kind, codes):
         for weights in weight_words(builder, kind, vector):
             for total, place in zip(totals, rows, strict=True):
-                two = _spread_bits(builder, offset(builder, place, 4 * pair), _HALF_WORDS)
+                two = _spread_bits(builder, offset(builder, place, 4 * pair), HALF_WORDS)
                 for half in (0, 1):
                     product = _pair_sums(builder, weights[half], two)
                     total[half] = builder.add(total[half], product)
@@ -221,7 +159,7 @@ def _int16_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[An
 def _int8_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
     """As `_int16_sums` for 4-bit codes, four k for one instruction."""
     totals, low_bits = [constant(0, VI32)] * len(rows), constant(0x0F0F0F0F, VI32)
-    for vector, place in enumerate(_code_places(builder, kind, codes)):
+    for vector, place in enumerate(code_places(builder, kind, codes)):
         packed = load(builder, place, VI32)
         upper = builder.lshr(packed, constant(4, VI32))
         for half, word in enumerate((packed, upper)):
@@ -235,11 +173,11 @@ def _int8_sums(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any
 def _int8_sums_by_pairs(builder: Any, kind: int, rows: list[Any], codes: Any) -> list[Any]:
     """As `_int8_sums`. A 16-bit sum takes in 16 products of at most 15 and 127 in size, so that it cannot overflow."""
     totals: list[list[Any]] = [[None] * 2 for _ in rows]
-    low_bits, ones = _constant(_HALF_BYTES, 15), _constant(_HALF_WORDS, 1)
-    for vector, place in enumerate(_code_places(builder, kind, codes)):
-        packed = [load(builder, offset(builder, place, half * VECTOR_BYTES // 2), _HALF_WORDS, 2) for half in (0, 1)]
+    low_bits, ones = filled(_HALF_BYTES, 15), filled(HALF_WORDS, 1)
+    for vector, place in enumerate(code_places(builder, kind, codes)):
+        packed = [load(builder, offset(builder, place, half * VECTOR_BYTES // 2), HALF_WORDS, 2) for half in (0, 1)]
         for nibble in (0, 1):
-            words_of = [builder.lshr(part, _constant(_HALF_WORDS, 4)) for part in packed] if nibble else packed
+            words_of = [builder.lshr(part, filled(HALF_WORDS, 4)) for part in packed] if nibble else packed
             weights = [builder.and_(builder.bitcast(part, _HALF_BYTES), low_bits) for part in words_of]
             at = len(BYTE_ORDER) * vector + 4 * nibble
             for total, row in zip(totals, rows, strict=True):
@@ -314,19 +252,19 @@ def packed_products(  # type: ignore[no-untyped-def]
 
         def add_chunk(places: list[Any], chunk: Any, codes: Any) -> None:
             if form_number in INTEGERS:
-                of_chunk = [_plus(builder, row, chunk, 4) for row in scale_rows]
+                of_chunk = [plus(builder, row, chunk, 4) for row in scale_rows]
                 _add_integers(builder, number, form_number, places, of_chunk, codes, slots)
             else:
                 (_add_fp32 if form_number == A_FP32 else _add_bf16)(builder, number, places, codes, slots)
 
         with cgutils.for_range(builder, groups) as loop:
-            record = _plus(builder, w, loop.index, record_bytes(number, width, bool(is_wide)))
+            record = plus(builder, w, loop.index, record_bytes(number, width, bool(is_wide)))
             for slot in (slot for row in slots for slot in row):
                 builder.store(constant(0.0), slot)
             with cgutils.for_range(builder, ir.Constant(groups.type, chunks)) as inner:
-                chunk = _plus(builder, inner.index, loop.index, chunks)
-                places = [_plus(builder, row, chunk, x_bytes * CHUNK) for row in x_rows]
-                add_chunk(places, chunk, _plus(builder, record, inner.index, chunk_bytes))
+                chunk = plus(builder, inner.index, loop.index, chunks)
+                places = [plus(builder, row, chunk, x_bytes * CHUNK) for row in x_rows]
+                add_chunk(places, chunk, plus(builder, record, inner.index, chunk_bytes))
             factors = [
                 decode(builder, codec.number, offset(builder, record, code_bytes + BLOCK * codec.itemsize * i))
                 for i in range(SCALES[number])
@@ -336,7 +274,7 @@ def packed_products(  # type: ignore[no-untyped-def]
                 product = functools.reduce(builder.fadd, [builder.load(slot) for slot in row_slots])
                 value = fused(builder, product, factors[0], value) if factors else builder.fadd(product, value)
                 if number in WITH_MINIMA:
-                    in_group = load_scalar(builder, _plus(builder, summed, loop.index, 4))
+                    in_group = load_scalar(builder, plus(builder, summed, loop.index, 4))
                     value = fused(builder, in_group, factors[1], value)
                 builder.store(value, total)
         for total, row in zip(totals, y_rows, strict=True):
@@ -344,50 +282,3 @@ def packed_products(  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return nt.void(kind, form, group, wide, out, rows, *[nt.int64] * 12), emit
-
-
-def _unpacked(builder: Any, kind: int, places: Sequence[Any], out: Any) -> None:
-    at = 0
-    for place in places:
-        for halves in weight_words(builder, kind, place):
-            for half in halves:
-                store(builder, offset(builder, out, at), half, 2)
-                at += VECTOR_BYTES // 2
-
-
-@intrinsic(prefer_literal=True)
-def unpack_records(_typing, kind, group, wide, records, count, out):  # type: ignore[no-untyped-def]
-    """`count` records of P_INT4 or P_INT8 as wide ones of P_INT4_WORDS or P_INT8_WORDS. kind, group and wide are
-    literals."""
-    literals = literal_values(kind, group, wide)
-    if literals is None:
-        return None
-    number, width, is_wide = literals
-    codec, words_kind = FP32 if is_wide else FP16, words_of(number)
-    code_bytes = BLOCK * width * CODE_BITS[number] // 8
-    chunk_bytes, chunk_words = code_bytes * CHUNK // width, 2 * BLOCK * CHUNK
-
-    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        records, count, out = args[3:]
-        with cgutils.for_range(builder, count) as loop:
-            record = _plus(builder, records, loop.index, record_bytes(number, width, bool(is_wide)))
-            target = _plus(builder, out, loop.index, record_bytes(words_kind, width, True))
-            with cgutils.for_range(builder, ir.Constant(count.type, width // CHUNK)) as inner:
-                codes = _plus(builder, record, inner.index, chunk_bytes)
-                _unpacked(
-                    builder, number, _code_places(builder, number, codes),
-                    _plus(builder, target, inner.index, chunk_words),
-                )  # fmt: skip
-            for i in range(SCALES[number]):
-                factors = decode(
-                    builder, codec.number, offset(builder, record, code_bytes + BLOCK * codec.itemsize * i)
-                )
-                store(builder, offset(builder, target, 2 * BLOCK * width + 4 * BLOCK * i), factors)
-        return context.get_dummy_value()
-
-    return nt.void(kind, group, wide, nt.int64, nt.int64, nt.int64), emit
-
-
-def words_of(kind: int) -> int:
-    """The kind of P_INT4's or P_INT8's codes with 16 bits each."""
-    return {P_INT4: P_INT4_WORDS, P_INT8: P_INT4_WORDS + 1}[kind]

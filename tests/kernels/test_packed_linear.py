@@ -9,7 +9,7 @@ from file_blocks import by_the_package, random_rows
 from matmul_cases import assert_rows_do_not_depend_on_the_batch, quantised_int4, quantised_int8, random
 
 from deepinfer.kernels import packed_linear
-from deepinfer.kernels.cpu import amx, avx2_matmul, bf16_dot, jit, packed_matmul, packed_products
+from deepinfer.kernels.cpu import amx, bf16_dot, jit, packed_matmul, packed_products, vector_matmul
 from deepinfer.kernels.cpu.records import P_BF16, P_INT4, P_INT8
 from deepinfer.kernels.devices import DeviceError, open_device
 from deepinfer.kernels.linear import DenseLinear, dequantise
@@ -140,7 +140,7 @@ def test_products_of_processors_without_such_instructions_are_the_same(monkeypat
     monkeypatch.setattr(jit, "CACHE_FOLDER", tmp_path)
     monkeypatch.setattr(packed_matmul, "packed_units", packed_matmul.packed_units.__wrapped__)
     monkeypatch.setattr(packed_linear, "packed_units", packed_matmul.packed_units)
-    monkeypatch.setattr(avx2_matmul, "matmul_unit", avx2_matmul.matmul_unit.__wrapped__)
+    monkeypatch.setattr(vector_matmul, "matmul_unit", vector_matmul.matmul_unit.__wrapped__)
     assert all(torch.equal(y, other) for y, other in zip(products(), expected, strict=True))
 
 

@@ -17,10 +17,11 @@ from deepinfer.kernels.cpu.amx_matmul import operands, share_of
 from deepinfer.kernels.cpu.amx_products import store_output
 from deepinfer.kernels.cpu.bf16_dot import VECTOR_BYTES
 from deepinfer.kernels.cpu.jit import shared_helper
-from deepinfer.kernels.cpu.packed_products import packed_products, unpack_records, words_of
+from deepinfer.kernels.cpu.packed_products import packed_products
 from deepinfer.kernels.cpu.records import BLOCK, record_bytes
 from deepinfer.kernels.cpu.tasks import unit
 from deepinfer.kernels.cpu.vec16 import load_f32, store_f32
+from deepinfer.kernels.cpu.weight_codes import unpack_records, words_of
 
 ROW_TILE = 64
 """Rows that go through all blocks together: their activations stay in the second-level cache."""
