@@ -53,6 +53,8 @@ class Intake:
         self._eos = frozenset(tokenizer.eos_token_ids)
         vocabulary = tokenizer.vocabulary()
         self._byte_ids = byte_fallback_ids(vocabulary)
+        self._silent: dict[int, bool] = {}
+        """What the detokenizers have found of ids, for all of them."""
         self._longest_token = max(len(token) for token in vocabulary)
         """Characters, at least: the spellings of byte tokens are no shorter than what they stand for."""
 
@@ -78,7 +80,7 @@ class Intake:
                 rid=rid + index,
                 params=msgspec.structs.replace(params, seed=(params.seed + index) % (MAX_INTEGER + 1)),
                 silent_ids=silent,
-                detokenizer=IncrementalDetokenizer(self.tokenizer.decode, self._byte_ids),
+                detokenizer=IncrementalDetokenizer(self.tokenizer.decode, self._byte_ids, self._silent),
                 stops=StopMatcher(op.stop),
             )
             for index in range(op.n)

@@ -7,7 +7,7 @@ takes seconds, and then comes from the user's cache without torch being imported
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -44,6 +44,7 @@ class Tokenizer:
 
     def __init__(self, inner: PreTrainedTokenizerBase, facts: TokenizerFacts):
         self._inner = inner
+        self._bare_decode = _bare_decode(inner)
         known = max(inner.get_vocab().values()) + 1
         self.vocab_size: int = known if facts.valid_ids is None else min(known, facts.valid_ids)
         """Valid ids are 0 to vocab_size - 1; the model may have more rows, as padding."""
@@ -70,6 +71,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Incomplete UTF-8 comes out as U+FFFD. No spaces are cleaned up."""
+        if self._bare_decode is not None:
+            return self._bare_decode(list(ids), skip_special)
         text = self._inner.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return cast(str, text)
 
@@ -92,6 +95,19 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """render_chat as token ids; the template has written its begin token itself."""
         return self.encode(self.render_chat(messages), add_special=False)
+
+
+def _bare_decode(inner: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str] | None:
+    """That of the library beneath, where all that transformers adds is checks of every id, which take longer than a
+    short decode. None where the class has a decode of its own."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(inner)
+    if not isinstance(inner, PreTrainedTokenizerFast):
+        return None
+    if kind.decode is not PreTrainedTokenizerBase.decode or kind._decode is not PreTrainedTokenizerFast._decode:
+        return None
+    return cast("Callable[[list[int], bool], str]", inner.backend_tokenizer.decode)
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice
 
 REPLACEMENT = "�"
 """At the end of a text it may stand for a character that is not complete yet; elsewhere it is final."""
-TRIM_ABOVE = 32
+TRIM_ABOVE = 16
+"""Every push decodes the window, so it is short; and cutting it takes a decode too, so it is not cut at every push."""
 CONTEXT_IDS = 8
 """Kept in front of what comes next; at least 4, because 4 ids can share one character."""
 
@@ -30,7 +32,13 @@ class IncrementalDetokenizer:
     short window of ids is decoded again for each push.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], byte_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        byte_ids: Collection[int] = (),
+        silent: dict[int, bool] | None = None,
+    ) -> None:
+        """`silent`: what is known of the vocabulary's ids; streams of one vocabulary share it and add to it."""
         self._decode = decode
         self._byte_ids = frozenset(byte_ids)
         self._window: list[int] = []
@@ -40,7 +48,7 @@ class IncrementalDetokenizer:
         """Ids of the window that the last decode has seen."""
         self._emitted = 0
         """Characters of the window's text that have been returned."""
-        self._silent: dict[int, bool] = {}
+        self._silent = {} if silent is None else silent
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids make certain."""
@@ -81,8 +89,8 @@ class IncrementalDetokenizer:
 
     def _trim(self, text: str) -> None:
         """Drops ids whose text is out. What is not out hangs on the last 4 audible ids at most."""
-        audible = [id for id in self._window[: self._closed] if not self._is_silent(id)]
-        kept = audible[-CONTEXT_IDS:]
+        audible = (id for id in reversed(self._window[: self._closed]) if not self._is_silent(id))
+        kept = list(islice(audible, CONTEXT_IDS))[::-1]
         unreturned = len(text) - self._emitted
         self._emitted = len(self._decode(kept)) - unreturned
         self._window[: self._closed] = kept

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf_files import GGUFModelFile
 from tiny_checkpoints import tiny_model
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from deepinfer.stages.model import CheckpointError, Tokenizer, load_tokenizer
-from deepinfer.stages.model.tokenizer import ChatTemplateError, sampling_defaults
+from deepinfer.stages.model.tokenizer import ChatTemplateError, TokenizerFacts, sampling_defaults
 
 TEXTS = [
     "",
@@ -141,6 +143,28 @@ def test_padding_entries_at_the_end_of_a_vocabulary_are_no_valid_ids(
     assert valid([1, 3, 5, 1, 5, 5]) == 4
     assert valid([1, 1]) == 2
     assert valid([]) is None
+
+
+class OwnDecode(PreTrainedTokenizerFast):
+    def _decode(self, *args: Any, **settings: Any) -> str:
+        return super()._decode(*args, **settings).upper()
+
+
+def test_ids_are_decoded_as_transformers_does_also_where_a_class_has_a_decode_of_its_own(tiny_path: Path) -> None:
+    plain = PreTrainedTokenizerFast.from_pretrained(str(tiny_path))
+    own = OwnDecode.from_pretrained(str(tiny_path))
+    rng = random.Random(7)
+    for inner in (plain, own):
+        ours = load_tokenizer(tiny_path)
+        tokenizer = Tokenizer(inner, TokenizerFacts(ours.eos_token_ids, {}))
+        for skip in (True, False):
+            for length in (0, 1, 2, 30):
+                ids = [rng.randrange(tokenizer.vocab_size) for _ in range(length)]
+                theirs = inner.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                assert tokenizer.decode(ids, skip) == theirs
+    ids = plain.encode("some text")
+    assert Tokenizer(own, TokenizerFacts((), {})).decode(ids) == "SOME TEXT"
+    assert Tokenizer(plain, TokenizerFacts((), {})).decode(ids) == "some text"
 
 
 def test_a_folder_that_names_the_generic_class_is_read_as_autotokenizer_reads_it(tiny_path: Path) -> None:
