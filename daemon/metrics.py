@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UntypedMetricFamily
 from prometheus_client.registry import Collector
 
+from deepinfer.daemon.histogram import TokenHistogram
 from deepinfer.stages.board import StatusBoard
 from deepinfer.stages.stats import EngineCounters
 from deepinfer.stages.telemetry import RequestRecord
@@ -91,7 +92,8 @@ class Metrics:
         )
         latency, gap = LATENCY_BUCKETS, GAP_BUCKETS
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", latency)
-        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a stream.", gap)
+        self.itl = TokenHistogram(PREFIX + "inter_token_latency_seconds", "Between two tokens of a stream.", gap)
+        self.registry.register(self.itl)
         self.tpot = self._histogram(
             "request_time_per_output_token_seconds", "Mean time between the tokens of a request.", gap
         )

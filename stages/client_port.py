@@ -8,6 +8,7 @@ from enum import Enum
 import zmq
 
 from deepinfer.stages.peers import Peers
+from deepinfer.stages.sockets import send_now
 
 MAX_FRAMES = 4
 """Identity, the empty frame of a REQ, a map and raw ids."""
@@ -65,7 +66,7 @@ def _skip_rest(socket: zmq.Socket) -> bool:
 
 def send(socket: zmq.Socket, frames: list[bytes]) -> Delivery:
     try:
-        socket.send_multipart(frames, zmq.DONTWAIT)
+        send_now(socket, frames)
     except zmq.Again:
         return Delivery.FULL
     except zmq.ZMQError as error:

@@ -68,17 +68,23 @@ class ClientStreams:
     # --- what an engine says ----------------------------------------------------------------------------------
 
     def on_tokens(self, message: messages.Tokens) -> None:
+        """First all of them are taken, then all are sent: libzmq's thread, once awake, finds many to write at once."""
         self._board.advances += len(message.items)
+        told: dict[int, LiveRequest] = {}
         for item in message.items:
             live = self._table.by_choice.get(item.rid)
             if live is None:
                 continue
-            if live.hears(item.rid):
+            choice = live.choice(item.rid)
+            if live.hears(choice):
                 size = live.pending_size
-                self._take_token(live, item)
+                self._take_token(live, choice, item)
                 self._note_growth(live, live.pending_size - size)
             self._engine.moved(item.rid)
-            self._flush(live)
+            told[live.rid] = live
+        for live in told.values():
+            if live in self._table:  # Its client may have been found gone.
+                self._flush(live)
 
     def _note_growth(self, live: LiveRequest, size: int) -> None:
         """Between two retries a fast engine may say more than the bound of a client."""
@@ -88,11 +94,10 @@ class ClientStreams:
             if self._grown[identity] > MAX_GROWTH:
                 self._keep_bound(identity)
 
-    def _take_token(self, live: LiveRequest, item: messages.TokenItem) -> None:
+    def _take_token(self, live: LiveRequest, choice: Choice, item: messages.TokenItem) -> None:
         self._table.started(live)
-        choice = live.choice(item.rid)
         before = choice.clock.last_token
-        live.token(item)
+        live.token(choice, item)
         now = choice.clock.last_token or monotonic()
         if before is not None:
             self._telemetry.next_token(now - before)

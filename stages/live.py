@@ -126,14 +126,12 @@ class LiveRequest:
         choice.clock.unpark()
         self._event(lambda: self._encoder.resumed(self._label(choice)), choice)
 
-    def hears(self, rid: int) -> bool:
+    def hears(self, choice: Choice) -> bool:
         """Whether further tokens of this choice are part of its answer."""
-        choice = self.choice(rid)
         return not (choice.stopped or choice.finished is not None or self.over)
 
-    def token(self, item: TokenItem) -> None:
+    def token(self, choice: Choice, item: TokenItem) -> None:
         """Only while it `hears`."""
-        choice = self.choice(item.rid)
         self._emit(choice, choice.push(item), [item.token_id], item.index, _logprob(item))
 
     def finish(self, finished: Finished) -> None:

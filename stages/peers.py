@@ -13,6 +13,8 @@ import itertools
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from deepinfer.stages.sockets import readable
+
 _serial = itertools.count()
 NEWER = 2**31
 """Identities that a ROUTER gives count up, modulo 2^32."""
@@ -61,7 +63,8 @@ class Peers:
 
     def left(self) -> list[bytes]:
         """The identities of clients that have left since the last call."""
-        self._read_events()
+        if readable(self._events):
+            self._read_events()
         left, self._left = self._left, []
         return left
 

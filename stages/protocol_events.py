@@ -176,7 +176,9 @@ class StreamEncoder:
         choice: int | None = None,
     ) -> bytes:
         """`index` is that of the first of `ids` among the generated tokens; without ids, of the next one."""
-        return self._encode(Token(text=text, ids=ids, index=index, logprobs=logprobs, choice=choice, **self._next()))
+        seq = self._take_number()
+        event = Token(v=1, id=self.id, seq=seq, text=text, ids=ids, index=index, logprobs=logprobs, choice=choice)
+        return self._encode(event)
 
     def preempted(self, reason: str | None = None, choice: int | None = None) -> bytes:
         return self._encode(Preempted(reason=reason, choice=choice, **self._next()))
@@ -219,16 +221,19 @@ class StreamEncoder:
     def error(self, error: ProtocolError) -> bytes:
         """Takes the stream's id, whatever the error's own is."""
         error.id = self.id
-        seq = self._next()["seq"]
+        seq = self._take_number()
         self.ended = True
         return encode_error(error, seq=seq)
 
     def _next(self) -> dict[str, Any]:
+        return {"v": 1, "id": self.id, "seq": self._take_number()}
+
+    def _take_number(self) -> int:
         if self.ended:
             raise RuntimeError(f"stream {self.id!r} has already sent its terminal event")
         seq = self.seq
         self.seq += 1
-        return {"v": 1, "id": self.id, "seq": seq}
+        return seq
 
     def _encode(self, event: StreamEvent) -> bytes:
         return _encoder.encode(event)

@@ -17,6 +17,7 @@ import zmq
 from deepinfer.stages import messages
 from deepinfer.stages.clock import monotonic as monotonic
 from deepinfer.stages.messages import EngineFailed, Halt, Message
+from deepinfer.stages.sockets import readable
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +205,9 @@ class Stage:
     def _drain(self, inbox: zmq.Socket) -> bool:
         """False when the inbox is empty or the loop is to end; True when there may be more."""
         for _ in range(MAX_DRAIN):
-            try:
-                raw = inbox.recv(zmq.DONTWAIT)
-            except zmq.Again:
+            if not readable(inbox):
                 return False
+            raw = inbox.recv()
             try:
                 message = messages.decode(raw)
             except msgspec.MsgspecError as error:

@@ -24,6 +24,8 @@ class StopMatcher:
         """(text that may be sent, the stop that has matched). After a match nothing is passed on."""
         if self.matched is not None:
             return "", self.matched
+        if not self._stops:
+            return text, None
         text = self._held + text
         found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
         if found:

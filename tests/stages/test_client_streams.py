@@ -48,6 +48,9 @@ class Post:
 
     def __init__(self, intake: Intake) -> None:
         self.full: set[bytes] = set()
+        self.gone: set[bytes] = set()
+        self.order: list[str] = []
+        """Of what a message says: `take`, as its tokens become text, and `send`."""
         self.tries: Counter[bytes] = Counter()
         self.read: dict[bytes, list[dict[str, Any]]] = {}
         self.table, self.engine = LiveTable(), FakeEngine()
@@ -60,6 +63,9 @@ class Post:
     def _send(self, frames: list[bytes]) -> Delivery:
         client, payload = frames
         self.tries[client] += 1
+        self.order.append("send")
+        if client in self.gone:
+            return Delivery.GONE
         if client in self.full:
             self.now += self.try_seconds
             return Delivery.FULL
@@ -209,3 +215,27 @@ def test_what_finished_streams_left_unread_counts_against_the_bound(post):
     post.tokens([9], 1)
     post.turn()
     assert post.engine.cancelled == [9]
+
+
+def test_the_tokens_of_a_step_are_sent_together_after_all_of_them_were_taken(post, monkeypatch):
+    for rid in range(1, 5):
+        post.ask(b"client", rid)
+    post.order.clear()
+    take = post.streams._take_token
+    monkeypatch.setattr(post.streams, "_take_token", lambda *args: (post.order.append("take"), take(*args)))
+    post.tokens(range(1, 5), 0)
+    assert post.order == ["take"] * 4 + ["send"] * 4
+    assert all(post.of(b"client", rid)[-1]["ids"] == [5] for rid in range(1, 5))
+
+
+def test_a_client_found_gone_among_the_tokens_of_a_step_is_tried_once_and_others_get_theirs(post):
+    for rid in range(1, 4):
+        post.ask(b"gone", rid)
+    post.ask(b"other", 10)
+    post.tries.clear()
+    post.gone.add(b"gone")
+    post.tokens([1, 2, 10, 3], 0)
+    assert post.tries == {b"gone": 1, b"other": 1}
+    assert post.of(b"other", 10)[-1]["ids"] == [5]
+    assert sorted(post.engine.cancelled) == [1, 2, 3]
+    assert len(post.table) == 1
