@@ -18,7 +18,7 @@ from deepinfer.stages.model.sampler import Sampled, Sampler, SampleRow
 from deepinfer.stages.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """Rows [start, start + count) of a request's tokens; with `sample`, the last of them yields a token."""
 

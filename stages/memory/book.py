@@ -88,9 +88,10 @@ class Book:
     def growth(self, entry: Entry) -> int:
         """Rows that a decoding request lacks for its next token: those of a further block, or its own copies of the
         last one, where forks share that. (Full blocks are never written to.)"""
-        missing = max(0, self.needed(entry) - self.ledger.length(entry.rid))
-        shared = self.ledger.shared_rows(entry.rid, entry.cached // self.block_size)
-        return shared + missing * self.ledger.rows_per_block
+        place, length = entry.cached // self.block_size, self.ledger.length(entry.rid)
+        if place < length:
+            return self.ledger.shared_rows(entry.rid, place)
+        return (place + 1 - length) * self.ledger.rows_per_block
 
     def growth_demand(self) -> int:
         return sum(self.growth(entry) for entry in self.in_state(State.DECODE))

@@ -130,7 +130,7 @@ class Residency:
         moves = Moves([], [], [], [], [])
         for entry in sorted(self._book.in_state(State.DECODE), key=lambda e: e.seniority):
             short = self._book.growth(entry)
-            if short <= self.ledger.available:
+            if not short or short <= self.ledger.available:
                 if short:
                     pairs = self.ledger.unshare(entry.rid, entry.cached // self.block_size)
                     copies += [OwnCopy(entry.rid, *pair) for pair in pairs]
@@ -262,8 +262,10 @@ class Residency:
     def let_past(self, rid: int) -> None:
         """After a step or a chunk, when the trees were told of what it filled: let go of what sliding layers have where
         the next token's windows do not reach, nor those of any later one."""
+        if not self.config.window:
+            return
         entry = self.entries.get(rid)
-        if not self.config.window or entry is None or entry.locked or entry.state not in RUNNING:
+        if entry is None or entry.locked or entry.state not in RUNNING:
             return
         entry.past = self._book.first_seen(entry.cached)
         self.ledger.let_past(rid, entry.past)

@@ -21,7 +21,7 @@ from deepinfer.stages.model.sampling_logits import edit_logits, needs_edit
 NO_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleRow:
     """The request behind one row of logits.
 
