@@ -178,6 +178,8 @@ class Streams:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._patience = -1
+        """Milliseconds that the socket waits for an event: to ask it first whether there is one costs as much again."""
         if client.connection.curve is not None:
             use_keys(self._socket, client.connection.curve)
         self._socket.connect(client.connection.endpoint)
@@ -198,9 +200,14 @@ class Streams:
 
     def read(self, seconds: float) -> bool:
         """Waits at most so long for an event, and reads it. False: there was none."""
-        if not self._socket.poll(max(0, math.ceil(seconds * 1000))):
+        patience = max(0, math.ceil(seconds * 1000))
+        if patience != self._patience:
+            self._patience = self._socket.rcvtimeo = patience
+        try:
+            frames = self._socket.recv_multipart()
+        except zmq.Again:
             return False
-        self._note(unpack_event(self._socket.recv_multipart()), time.perf_counter())
+        self._note(unpack_event(frames), time.perf_counter())
         return True
 
     def wait(self, seconds: float = SILENCE_SECONDS) -> None:
