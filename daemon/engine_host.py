@@ -195,7 +195,7 @@ class EngineHost:
             runner,
             self.pool,
             residency,
-            Preemption(config.preemption, can_swap, self.plan.block_bytes, config.block_size),
+            Preemption(config.preemption, can_swap, self.pool.layout.row_bytes),
             pace,
             self.requests,
             eos,

@@ -249,7 +249,8 @@ class DecodeStage(Stage):
 
     def _carry_out(self, moves: Moves) -> None:
         if moves.swap_out:
-            self.preemption.decide(self.counters.prefill_tokens, self.counters.prefill_seconds)
+            moving = self._residency.moving(moves.swap_out)
+            self.preemption.decide(self.counters.prefill_tokens, self.counters.prefill_seconds, *moving)
             if self.preemption.chosen == "recompute":
                 self._residency.stop_swapping()
         for rid in moves.swap_out:

@@ -25,12 +25,12 @@ class Preemption:
     then the copies have been measured, and prompts have been computed. That first one is swapped.
     """
 
-    def __init__(self, mode: str, can_swap: bool, block_bytes: int, block_size: int) -> None:
+    def __init__(self, mode: str, can_swap: bool, row_bytes: int) -> None:
         self.mode = mode
         self.chosen: str | None = None
         """swap, recompute, or none where neither can be; None before `auto` has decided."""
         self.reason = "asked for"
-        self._bytes_per_token = block_bytes / block_size
+        self._row_bytes = row_bytes
         self._copy: CopyMeasured | None = None
         self._figures: dict[str, float] = {}
         if mode != "auto":
@@ -42,17 +42,18 @@ class Preemption:
     def measured(self, message: CopyMeasured) -> None:
         self._copy = message
 
-    def decide(self, tokens: int, seconds: float) -> None:
+    def decide(self, tokens: int, seconds: float, rows: int, stored: int) -> None:
         """A victim leaves. `tokens` and `seconds` are all that prefill has computed since the start, and how long it
-        took. Only the first call of `auto` does anything."""
+        took. `rows` of the pool are what the victim holds for the `stored` tokens of its context: of layers that slide
+        those that they still see. Only the first call of `auto` does anything."""
         copy = self._copy
-        if self.chosen is not None or copy is None or not tokens or not seconds:
+        if self.chosen is not None or copy is None or not tokens or not seconds or not stored:
             return
         if copy.error:
             self._settle("recompute", f"copies could not be measured: {copy.error}")
             return
         out, back = copy.bytes / copy.out_seconds, copy.bytes / copy.in_seconds
-        swap = self._bytes_per_token * (1 / out + 1 / back)
+        swap = rows * self._row_bytes / stored * (1 / out + 1 / back)
         recompute = seconds / tokens
         self._figures = {
             "copy_out_bytes_per_s": out,

@@ -270,6 +270,12 @@ class Residency:
         entry.past = self._book.first_seen(entry.cached)
         self.ledger.let_past(rid, entry.past)
 
+    def moving(self, rids: Sequence[int]) -> tuple[int, int]:
+        """Rows of the pool that these requests hold for what they have stored, and how many tokens that are."""
+        entries = [self.entries[rid] for rid in rids]
+        rows = sum(len(self.ledger.rows_at(entry.rid, self._book.stored(entry))) for entry in entries)
+        return rows, sum(entry.cached for entry in entries)
+
     def unregistered(self, rid: int) -> range:
         """Full blocks that the tree has not been told of yet."""
         entry = self.entries[rid]
