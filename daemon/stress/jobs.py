@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deepinfer.daemon.config import ConfigError
 from deepinfer.daemon.stress.swap_config import SMOKE_NEW_TOKENS, StressConfig
+from deepinfer.stages.memory.sizes import blocks_for
 
 TOP_PRIORITY = 100
 SHARED_RATE = 0.5
@@ -53,7 +55,11 @@ class Job(NamedTuple):
 
 
 def catalogue(config: StressConfig, vocab_size: int, max_context: int) -> list[Question]:
-    """Half of them greedy, half sampled. Every one fits the pool alone."""
+    """Half of them greedy, half sampled. Every one fits the pool alone. Raises ConfigError if none can be as long as is
+    asked."""
+    longest, most_blocks = blocks_for(max_context - 1, config.block_size), config.block_range[1]
+    if most_blocks > max(longest, config.num_blocks):
+        raise ConfigError(f"request_blocks goes to {most_blocks}; this pool serves requests of up to {longest} blocks")
     random = np.random.default_rng([config.seed, 1])
     if config.scenario == "smoke":
         stored = config.num_blocks * config.block_size

@@ -170,7 +170,7 @@ class StressRun:
     def _fitting(self, oversubscribed: float) -> dict[str, Any]:
         """The same requests, only as many at a time as the pool holds: what there is to lose by swapping."""
         largest = max(blocks_for(question.stored, self.config.block_size) for question in self.questions)
-        clients = min(self.config.clients, self.config.num_blocks // largest)
+        clients = max(1, min(self.config.clients, self.config.num_blocks // largest))
         before = self.engine.host.decode.counters.as_dict()
         drive, seconds = self._drive(clients)
         swaps = _difference(self.engine.host.decode.counters, before)["requests_swapped_total"]

@@ -34,7 +34,10 @@ class StressConfig:
     )
     duration: float | None = setting(None, "Seconds after which nothing new is asked.")
     distinct: int = setting(12, "Different requests; each is first run alone, which gives what it must say.")
-    request_blocks: str | None = setting(None, "LEAST:MOST blocks of a request. [default: a quarter to all of them]")
+    request_blocks: str | None = setting(
+        None,
+        "LEAST:MOST blocks of a request, where windows slide perhaps more than there are. [default: a quarter to all]",
+    )
     new_tokens: str = setting("4:32", "LEAST:MOST new tokens of a request; its prompt is the rest of its blocks.")
     pause: float = setting(0.005, "Mean seconds between the requests of one client.")
     preemption: str = setting("swap", "How requests make room, as `start` has it.", MODES)
@@ -69,8 +72,8 @@ class StressConfig:
                 f"num_blocks is {self.num_blocks}; the smoke needs room for {SMOKE_NEW_TOKENS} new tokens"
             )
         least, most = self.block_range
-        if not 1 <= least <= most <= self.num_blocks:
-            raise ConfigError(f"request_blocks is {least}:{most}; it must lie within 1:{self.num_blocks}")
+        if not 1 <= least <= most:
+            raise ConfigError(f"request_blocks is {least}:{most}; it must be LEAST:MOST with 1 <= LEAST <= MOST")
         least, most = self.new_token_range
         if not 1 <= least <= most:
             raise ConfigError(f"new_tokens is {least}:{most}; it must be LEAST:MOST with 1 <= LEAST <= MOST")
