@@ -290,6 +290,7 @@ class EngineHost:
             "pool_reason": self.plan.reason,
             "token_capacity": self.plan.token_capacity,
             "context": self.max_context,
+            "longest_stored": self.plan.longest_stored,
             "pool_bytes": self.pool.bytes,
             "memory_plan": self.plan.sizes(),
             "cpu_offload_enabled": self.arena.num_rows > 0,

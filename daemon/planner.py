@@ -62,6 +62,8 @@ class MemoryPlan(NamedTuple):
     block_bytes: int
     block_size: int
     context: int
+    longest_stored: int
+    """Tokens of the longest request that this pool would hold alone."""
     reason: str
 
     @property
@@ -179,6 +181,7 @@ def without_pool(config: EngineConfig, demand: Demand, target: Target, context: 
         block_bytes=demand.layout.block_bytes,
         block_size=demand.layout.block_size,
         context=context,
+        longest_stored=0,
         reason="",
     )
 
@@ -188,12 +191,17 @@ def _with_pool(config: EngineConfig, demand: Demand, target: Target) -> MemoryPl
     size = demand.layout.block_size
     given = config.num_blocks or (None if config.max_cache is None else blocks_for(config.max_cache, size))
     if given is not None:
-        plan = without_pool(config, demand, target, min(wished, given * size + 1))
-        return plan._replace(num_blocks=given, reason="num_blocks" if config.num_blocks else "max_cache")
+        longest = _longest_stored(config, demand, target, given)
+        wished = min(wished, longest + 1)
+        if config.max_context is None and longest > given * size:
+            wished = min(wished, max(2, largest_context(config, demand, target, given)))
+        plan = without_pool(config, demand, target, wished)
+        reason = "num_blocks" if config.num_blocks else "max_cache"
+        return plan._replace(num_blocks=given, longest_stored=longest, reason=reason)
     if config.max_context is None:
         wished = min(wished, max(2, largest_context(config, demand, target)))
     plan = without_pool(config, demand, target, wished)
-    one = blocks_for(wished - 1, size)
+    one = _blocks_alone(config, demand, target, wished - 1)
     room = pool_limit(config, demand, target, wished)
     if target.gpu:
         most, reason = one * config.max_running, "all that is left"
@@ -206,16 +214,36 @@ def _with_pool(config: EngineConfig, demand: Demand, target: Target) -> MemoryPl
         blocks = max(one, min(most, room))
     else:
         blocks = min(most, room)
-    return plan._replace(num_blocks=blocks, context=min(wished, blocks * size + 1), reason=reason)
+    longest = _longest_stored(config, demand, target, blocks)
+    context = min(wished, longest + 1)
+    return plan._replace(num_blocks=blocks, context=context, longest_stored=longest, reason=reason)
 
 
-def largest_context(config: EngineConfig, demand: Demand, target: Target) -> int:
-    """Tokens of the longest request that could run alone if the pool had all the rest; 0 when nothing fits."""
+def _chunk(config: EngineConfig, target: Target) -> int:
+    return config.prefill_chunk_tokens * idle_chunks(target.cuda_kernels)
+
+
+def _blocks_alone(config: EngineConfig, demand: Demand, target: Target, tokens: int) -> int:
+    """Of all layers: a pool in which a request can store so many tokens."""
+    rows = demand.groups.rows_alone(tokens, demand.layout.block_size, _chunk(config, target))
+    return -(-rows // demand.groups.rows_per_block)
+
+
+def _longest_stored(config: EngineConfig, demand: Demand, target: Target, blocks: int) -> int:
+    rows, most = blocks * demand.groups.rows_per_block, demand.model.max_context
+    return demand.groups.tokens_alone(rows, most, demand.layout.block_size, _chunk(config, target))
+
+
+def largest_context(config: EngineConfig, demand: Demand, target: Target, given: int | None = None) -> int:
+    """Tokens of the longest request for which there is memory, if the pool had all the rest, or else so many blocks,
+    whatever these hold; 0 when nothing fits."""
     size, low, high = demand.layout.block_size, 0, blocks_for(demand.model.max_context, demand.layout.block_size)
     while low < high:
-        blocks = (low + high + 1) // 2
-        plan = without_pool(config, demand, target, blocks * size)._replace(num_blocks=blocks)
-        low, high = (blocks, high) if plan.needed <= available(config, target) else (low, blocks - 1)
+        middle = (low + high + 1) // 2
+        tokens = middle * size
+        blocks = _blocks_alone(config, demand, target, tokens) if given is None else given
+        plan = without_pool(config, demand, target, tokens)._replace(num_blocks=blocks)
+        low, high = (middle, high) if plan.needed <= available(config, target) else (low, middle - 1)
     return min(low * size, demand.model.max_context)
 
 

@@ -163,7 +163,7 @@ class Supervisor:
         return allowed
 
     def _restart(self) -> None:
-        """With the pool of the first engine: every request that was accepted fits into that one."""
+        """With the pool and the context of the first engine: every request that was accepted fits into that one."""
         error = self._hang or self._process.death()
         running = self._process.running()
         self._process.end()
@@ -172,7 +172,8 @@ class Supervisor:
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._generation += 1
         self._topology = two_processes(self._folder, self._config.endpoint, self._generation)
-        num_blocks = self._board.summary["num_blocks"]
-        self._start(dataclasses.replace(self._config.engine(), num_blocks=num_blocks, max_cache=None))
+        num_blocks, context = self._board.summary["num_blocks"], self._board.summary["context"]
+        again = dataclasses.replace(self._config.engine(), num_blocks=num_blocks, max_cache=None, max_context=context)
+        self._start(again)
         admission, decode = self._topology.admission, self._topology.decode
         self._tell(EngineDied(error=error, admission=admission, decode=decode, running=running))

@@ -58,7 +58,7 @@ class EngineLife:
 
     def ready(self, pid: int, summary: dict[str, Any], vocab_size: int) -> None:
         """`vocab_size`: ids that both the tokenizer and the model know."""
-        self.capacity = Capacity(summary["context"], summary["num_blocks"], summary["block_size"], vocab_size)
+        self.capacity = Capacity(summary["context"], summary["longest_stored"], vocab_size)
         self._board.summary = summary
         self._board.ready_pid = pid
         self._board.set_phase("draining" if self._draining else "ready")

@@ -15,7 +15,6 @@ import numpy as np
 
 from deepinfer.stages.choice import Choice
 from deepinfer.stages.live import LiveRequest, Route
-from deepinfer.stages.memory.sizes import blocks_for
 from deepinfer.stages.messages import SamplingParams
 from deepinfer.stages.model import Tokenizer
 from deepinfer.stages.model.tokenizer import ChatTemplateError
@@ -34,14 +33,10 @@ class Capacity(NamedTuple):
     """What a request may need; known when the engine is ready."""
 
     context: int
-    num_blocks: int
-    block_size: int
+    tokens: int
+    """That one request can have stored, alone in the pool."""
     vocab_size: int
     """Ids that both the tokenizer and the model know."""
-
-    @property
-    def tokens(self) -> int:
-        return self.num_blocks * self.block_size
 
 
 class Intake:
@@ -150,7 +145,7 @@ class Intake:
         total = prompt_tokens + params.max_new_tokens
         if total > capacity.context:
             raise _too_long("context_exceeded", op.id, prompt_tokens, params, "context", capacity.context)
-        if blocks_for(total - 1, capacity.block_size) > capacity.num_blocks:
+        if total - 1 > capacity.tokens:
             raise _too_long("kv_capacity_exceeded", op.id, prompt_tokens, params, "KV pool", capacity.tokens)
         if params.min_new_tokens > params.max_new_tokens:
             raise ProtocolError(

@@ -37,7 +37,7 @@ class Departures:
         leftovers = self._leftovers(entry)
         victims = leftovers + (self._victims(entry) if self._may_preempt(entry) else [])
         able = [victim for victim in victims if self._can_swap(victim)]
-        if sum(self._ledger.exclusive(victim.rid) for victim in able) >= short:
+        if sum(self._book.gives(victim) for victim in able) >= short:
             self._book.claimant = entry.rid
             for victim in able:
                 if short > 0:
@@ -47,7 +47,7 @@ class Departures:
 
     def _leftovers(self, wanting: Entry) -> list[Entry]:
         """Parked requests that still hold blocks. The one that will come back last is asked first."""
-        parked = [e for e in self._book.in_state(State.SWAPPED) if e is not wanting and self._ledger.held(e.rid)]
+        parked = [e for e in self._book.in_state(State.SWAPPED) if e is not wanting and self._ledger.holds(e.rid)]
         return sorted(parked, key=self._book.queue_order, reverse=True)
 
     def _clear(self, parked: Entry, moves: Moves, short: int | None = None) -> None:
@@ -71,8 +71,8 @@ class Departures:
             for entry in self._book.in_state(*RUNNING)
             if entry.rid != wanting.rid
             and not entry.busy
-            and self._ledger.held(entry.rid)
-            and entry.parks < self._config.max_parks
+            and self._ledger.holds(entry.rid)
+            and not self._book.stays(entry)
             and entry.priority <= wanting.priority
             and (forced or entry.yielded >= self._config.quantum)
         ]
@@ -85,7 +85,7 @@ class Departures:
         senior = stalled[0]
         if self._book.leaving():  # Even one that shares all its blocks: then the others have them for themselves.
             return
-        short = sum(self._book.growth(entry) for entry in stalled) - self._ledger.available
+        short = sum(self._book.lacks(entry) for entry in stalled) - self._book.spare()
         nothing_moves = not others_run and not self._book.in_state(State.PREFILL, State.SWAPPING_IN)
         leftovers = self._leftovers(senior)
         if leftovers and (self._can_swap(leftovers[0]) or self._config.recompute or nothing_moves):
@@ -97,7 +97,7 @@ class Departures:
         swappable = [victim for victim in victims if self._can_swap(victim)]
         if swappable:
             victim = swappable[0]
-            self.start_swap_out(victim, moves, short - self._book.growth(victim) if victim in stalled else short)
+            self.start_swap_out(victim, moves, short - self._book.lacks(victim) if victim in stalled else short)
         elif victims and self._config.recompute:
             victims[0].parks += 1
             self.recompute(victims[0])
@@ -117,7 +117,7 @@ class Departures:
     def choose_leaving(self, victim: Entry, short: int | None) -> int:
         """The earliest full blocks that no other request holds; everything when they are too few, and when a prompt is
         not computed yet: what it has not filled would only lie there."""
-        held, freed = self._ledger.exclusive(victim.rid), 0
+        held, freed = self._book.gives(victim), 0
         if self._config.offload_unit == "block" and victim.cached >= victim.target and short is not None:
             for place, rows in self._ledger.exclusive_places(victim.rid).items():
                 if freed >= short or place >= victim.cached // self._book.block_size:

@@ -70,6 +70,11 @@ class Entry:
         return self.busy or self.state in IN_TRANSFER
 
     @property
+    def phase(self) -> State:
+        """PREFILL or DECODE: what it does, or will go on with once it is back."""
+        return self.state_before_swap if self.state in (State.SWAPPED, *IN_TRANSFER) else self.state
+
+    @property
     def seniority(self) -> tuple[int, int]:
         """Sorts the one that must not wait first: higher priority, then earlier arrival."""
         return (-self.priority, self.arrival)
@@ -106,6 +111,11 @@ class ResidencyConfig:
     """Tokens that the layer with the widest window sees, of those that have one; 0 if none has."""
     recompute: bool = True
     """Without room on the host, drop a victim's blocks and compute them again later."""
+
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens of a request that are stored at once."""
+        return self.prefill_chunk_tokens * self.idle_chunks
 
 
 @dataclass(frozen=True, slots=True)

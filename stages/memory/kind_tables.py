@@ -55,6 +55,9 @@ class KindTables:
         """None of a place that is empty."""
         return [part, *self._further.get(part, ())] if part >= 0 else []
 
+    def has(self, rid: int) -> bool:
+        return rid in self._tables
+
     def length(self, rid: int) -> int:
         """Places of its table."""
         return len(self._tables.get(rid, ()))
@@ -83,6 +86,18 @@ class KindTables:
     def exclusive_rows(self, rid: int) -> int:
         """What becomes available when it lets go of everything."""
         return self.kind.rows * self.exclusive(rid).count(True)
+
+    def exclusive_in_sight(self, rid: int) -> int:
+        """Parts that only it holds. (It looks at none that are past.)"""
+        references = self._references
+        table = self._tables.get(rid, [])
+        return sum(part >= 0 and references[part] == 1 for part in table[self._past.get(rid, 0) :])
+
+    def shared_in_sight(self, rid: int) -> int:
+        """Parts that others hold too."""
+        references = self._references
+        table = self._tables.get(rid, [])
+        return sum(part >= 0 and references[part] > 1 for part in table[self._past.get(rid, 0) :])
 
     def is_shared(self, rid: int, place: int) -> bool:
         """False where the table ends before it."""
@@ -160,9 +175,15 @@ class KindTables:
 
     # --- the prefix tree --------------------------------------------------------------------------------------
 
-    def held_among(self, parts: Iterable[int]) -> int:
-        """Rows of those that somebody holds."""
-        return self.kind.rows * sum(self._references[part] > 0 for part in parts)
+    def saved_among(self, parts: Iterable[int]) -> int:
+        """Rows of those that cost nothing to whoever begins with them, because somebody holds them. What slides must
+        have two holders: a single one would not make room any more by letting go of it."""
+        least = 2 if self.kind.slides else 1
+        return self.kind.rows * sum(self._references[part] >= least for part in parts)
+
+    def idle_among(self, parts: Iterable[int]) -> int:
+        """How many of them nobody holds."""
+        return sum(self._references[part] == 0 for part in parts)
 
     def filled(self, rid: int, place: int, key: bytes) -> bool:
         """See `BlockLedger.filled`."""
@@ -172,8 +193,8 @@ class KindTables:
         own = table[place]
         before = None if self.kind.slides or place == 0 else table[place - 1]
         shared = self.tree.insert(key, before, own)
-        if shared == own:
-            return False
+        if shared == own or self.kind.slides:
+            return False  # What slides is let go of soon, and then each must get room for what it let go of.
         self._take(shared)
         table[place] = shared
         self._let_go(own)

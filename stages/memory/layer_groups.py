@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from deepinfer.stages.memory.kind_tables import Kind
-from deepinfer.stages.memory.sizes import blocks_for, first_seen
+from deepinfer.stages.memory.sizes import blocks_for, first_seen, most_seen
 
 MOST_PADDING = 1 / 10
 """Of the layers of either kind: so much room may stay unused, that rows hold more layers and there are fewer tables."""
@@ -40,6 +40,27 @@ class LayerGroups(NamedTuple):
         """What a request holds that has stored so many tokens and decodes."""
         blocks, past = blocks_for(tokens, block_size), first_seen(tokens, self.window, block_size)
         return sum(kind.rows * (blocks - past * kind.slides) for kind in self.kinds)
+
+    def rows_alone(self, tokens: int, block_size: int, chunk: int) -> int:
+        """See the function of this name."""
+        return rows_alone(self.kinds, self.window, tokens, block_size, chunk)
+
+    def tokens_alone(self, rows: int, most: int, block_size: int, chunk: int) -> int:
+        """The most tokens, up to `most`, that a request can have stored in the end in a pool of so many rows."""
+        low, high = 0, blocks_for(most, block_size)
+        while low < high:
+            blocks = (low + high + 1) // 2
+            fits = self.rows_alone(blocks * block_size, block_size, chunk) <= rows
+            low, high = (blocks, high) if fits else (low, blocks - 1)
+        return min(low * block_size, most)
+
+
+def rows_alone(kinds: Sequence[Kind], window: int, tokens: int, block_size: int, chunk: int) -> int:
+    """Rows that a request holds at most at the same time until it has stored so many tokens, at most `chunk` of them at
+    once: layers that see everything hold all blocks, those that slide what a chunk sees, stores, and a next token."""
+    blocks = blocks_for(tokens, block_size)
+    sliding = min(blocks, most_seen(chunk + 1, window, block_size)) if window else blocks
+    return sum(kind.rows * (sliding if kind.slides else blocks) for kind in kinds)
 
 
 def group_layers(windows: Sequence[int]) -> LayerGroups:

@@ -49,6 +49,8 @@ class BlockLedger:
         trees = [tree, *(None if tree is None else PrefixTree(tree.clock) for _ in kinds[1:])]
         self.kinds = [KindTables(kind, num_rows, self._free, own) for kind, own in zip(kinds, trees, strict=True)]
         self.rows_per_block = sum(kind.rows for kind in kinds)
+        self.sliding = next((tables for tables in self.kinds if tables.kind.slides), None)
+        """The tables of layers that slide, of which there is one kind at most."""
         self.all_slide = all(kind.slides for kind in kinds)
 
     @property
@@ -73,9 +75,19 @@ class BlockLedger:
         """Requests that have a table."""
         return self.kinds[0].holders
 
+    def holds(self, rid: int) -> bool:
+        """Whether it has tables, though there may be nothing in them yet."""
+        return self.kinds[0].has(rid)
+
     def length(self, rid: int) -> int:
-        """Places of its tables, whatever is there."""
-        return self.kinds[0].length(rid)
+        """Places that all its tables have, whatever is there. Those of layers that slide end earlier while a prompt is
+        computed."""
+        length = self.kinds[0].length(rid)
+        return length if self.sliding is None else min(length, self.sliding.length(rid))
+
+    def missing(self, rid: int, length: int) -> int:
+        """Rows that `grow` would take."""
+        return sum(tables.kind.rows * max(0, length - tables.length(rid)) for tables in self.kinds)
 
     def held(self, rid: int) -> int:
         return sum(tables.held_rows(rid) for tables in self.kinds)
@@ -95,14 +107,15 @@ class BlockLedger:
                     places[place] = rows
         return places
 
-    def rows_of(self, blocks: int, past: int) -> int:
-        """Rows of so many blocks of a context, of which the first `past` are past."""
-        return sum(tables.kind.rows * (blocks - past * tables.kind.slides) for tables in self.kinds)
+    def rows_of(self, blocks: int, sliding: range) -> int:
+        """Rows of so many blocks of a context, and in layers that slide those of the places `sliding` only."""
+        return sum(tables.kind.rows * (len(sliding) if tables.kind.slides else blocks) for tables in self.kinds)
 
     def tables(self, rid: int) -> list[list[int]]:
         """For each group of layers the rows of a request in context order, with HOLE for what was lifted out of it, and
-        PAST for what it let go of because it is past. Copies."""
-        return [table for tables in self.kinds for table in tables.row_tables(rid)]
+        PAST for what it let go of because it is past; as long as `length`. Copies."""
+        length = self.length(rid)
+        return [table[:length] for tables in self.kinds for table in tables.row_tables(rid)]
 
     def rows_at(self, rid: int, places: Sequence[int]) -> list[int]:
         """All rows that it has in these places, place after place."""
@@ -121,15 +134,16 @@ class BlockLedger:
         for tables in self.kinds:
             tables.begin(fork, past, tables.parts(rid)[past if tables.kind.slides else 0 : places])
 
-    def grow(self, rid: int, length: int) -> list[int]:
-        """Make the tables of `rid` so many places long, if they are shorter, and return the new rows. Idle ones are
-        evicted for them.
+    def grow(self, rid: int, length: int, sliding: int | None = None) -> list[int]:
+        """Make the tables of `rid` so many places long, if they are shorter, and those of layers that slide `sliding`
+        places where that is given. Returns the new rows. Idle ones are evicted for them.
 
         Raises LedgerError when fewer are available: the policy asks before it allocates.
         """
         new: list[int] = []
         for tables in self.kinds:
-            rows = self._allocate(rid, tables.kind.rows * max(0, length - tables.length(rid)))
+            places = length if sliding is None or not tables.kind.slides else sliding
+            rows = self._allocate(rid, tables.kind.rows * max(0, places - tables.length(rid)))
             tables.extend(rid, rows)
             new += rows
         return new
@@ -208,7 +222,12 @@ class BlockLedger:
 
     def saved(self, known: Match) -> int:
         """Rows that need not become unavailable when somebody begins with these, because others hold them."""
-        return sum(tables.held_among(parts) for tables, parts in zip(self.kinds, known.parts, strict=False))
+        return sum(tables.saved_among(parts) for tables, parts in zip(self.kinds, known.parts, strict=False))
+
+    def idle_sliding(self, known: Match) -> int:
+        """Parts of layers that slide among these which nobody holds."""
+        by_kind = zip(self.kinds, known.parts, strict=False)
+        return sum(tables.idle_among(parts) for tables, parts in by_kind if tables.kind.slides)
 
     def filled(self, rid: int, place: int, key: bytes) -> bool:
         """What `rid` has in this place is full, and `key` says of what. True when its tables changed: equal rows were

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from deepinfer.stages.memory.book import Book
 from deepinfer.stages.memory.departures import Departures
 from deepinfer.stages.memory.entries import RUNNING, Chunk, Entry, Moves, OwnCopy, ResidencyConfig, State, Step
+from deepinfer.stages.memory.layer_groups import rows_alone
 from deepinfer.stages.memory.ledger import BlockLedger
 from deepinfer.stages.memory.sizes import blocks_for
 
@@ -27,7 +28,7 @@ class Residency:
         self.ledger = ledger
         self.block_size = block_size
         self.config = config
-        self._book = Book(ledger, block_size, config.window, config.max_parks)
+        self._book = Book(ledger, block_size, config)
         self.entries = self._book.entries
         self.departures = Departures(self._book, config)
         self._arrivals = 0
@@ -63,7 +64,8 @@ class Residency:
             self._book.followers.setdefault(leader, []).append(entry)
 
     def fits_alone(self, total: int) -> bool:
-        return blocks_for(total, self.block_size) * self.ledger.rows_per_block <= self.ledger.num_rows
+        kinds, config = [tables.kind for tables in self.ledger.kinds], self.config
+        return rows_alone(kinds, config.window, total, self.block_size, config.largest_chunk) <= self.ledger.num_rows
 
     def stop_swapping(self) -> None:
         """From now on victims are computed again. What is on the host comes back as ever."""
@@ -129,9 +131,9 @@ class Residency:
         copies: list[OwnCopy] = []
         moves = Moves([], [], [], [], [])
         for entry in sorted(self._book.in_state(State.DECODE), key=lambda e: e.seniority):
-            short = self._book.growth(entry)
-            if not short or short <= self.ledger.available:
-                if short:
+            growth = self._book.growth(entry)
+            if not growth or growth - self._book.reserved(entry) <= self._book.spare():
+                if growth:
                     pairs = self.ledger.unshare(entry.rid, entry.cached // self.block_size)
                     copies += [OwnCopy(entry.rid, *pair) for pair in pairs]
                     self.ledger.grow(entry.rid, self._book.needed(entry))
@@ -158,11 +160,18 @@ class Residency:
             entry.busy = True
             entry.last_active = self._turn
             last = entry.cached + count == entry.target
+            if self.config.window:  # What it was promised when it came in. With the last chunk goes the next token.
+                stored = min(entry.cached + count + last, entry.total)
+                self.ledger.grow(entry.rid, blocks_for(stored, self.block_size))
             chunks.append(Chunk(entry.rid, entry.cached, count, last, self._forks_to_sample(entry) if last else ()))
         return chunks
 
     def _forks_to_sample(self, leader: Entry) -> tuple[int, ...]:
-        """Forks for which there is a place among those that run; the others will have to wait as everybody does."""
+        """Forks for which there is a place among those that run; the others will have to wait as everybody does. A
+        request that stays for good has none, where windows slide: they would hold what it must get room for when it
+        lets go of it."""
+        if self.config.window and self._book.stays(leader):
+            return ()
         places = max(0, self.config.max_running - self._book.residents())
         forks = self._book.followers.get(leader.rid, [])[:places]
         for fork in forks:
@@ -293,18 +302,19 @@ class Residency:
     # --- coming in --------------------------------------------------------------------------------------------
 
     def _room(self, entry: Entry, growth: int, residents: int) -> int:
-        """Free rows, less what running requests need for their next token, less the watermark for parked ones."""
-        room, watermark = self.ledger.available - growth, self.config.watermark_blocks * self.ledger.rows_per_block
+        """Free rows that are not reserved, less what running requests need for their next token, less the watermark for
+        parked ones."""
+        room, watermark = self._book.spare() - growth, self.config.watermark_blocks * self.ledger.rows_per_block
         return room - watermark if entry.parks and residents else room
 
     def _bring_in(self, entry: Entry, moves: Moves) -> None:
         known = self._book.known(entry)
-        if entry.state is State.WAITING:
-            entry.past = known.past
-        if not self.ledger.length(entry.rid):
+        begun = self._book.begun(entry, known)
+        entry.past = begun.start
+        if not self.ledger.holds(entry.rid):
             self.ledger.begin(entry.rid, entry.past, known)
         self.ledger.refill(entry.rid)
-        self.ledger.grow(entry.rid, self._book.wanted(entry))
+        self.ledger.grow(entry.rid, self._book.wanted(entry), begun.stop)
         entry.yielded = 0
         entry.last_active = self._turn
         if self._book.claimant == entry.rid:

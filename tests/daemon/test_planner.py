@@ -167,6 +167,54 @@ def test_random_plans_fit_or_are_refused_and_the_largest_context_is_the_largest(
     assert 15 < refusals < 135
 
 
+def windowed() -> Demand:
+    """The same model, if five of six layers saw 1,024 tokens."""
+    plain = demand("fp16")
+    model = dataclasses.replace(plain.model, windows=((1024,) * 5 + (0,)) * 6)
+    groups = group_layers(model.windows)
+    sizes = model.num_layers, model.num_kv_heads, model.head_dim, plain.layout.block_size
+    return plain._replace(model=model, groups=groups, layout=plain.kv_format.layout(*sizes, groups.groups))
+
+
+def test_where_layers_slide_a_context_takes_what_they_see_and_not_all_of_it():
+    """Of 2,048 blocks, five of six layers hold 1,024 tokens, what a kernel reads before them, a chunk and a token."""
+    settings = EngineConfig(max_context=32768)
+    target = Target("cpu", False, False, 64 * GIB, 64 * GIB, 64 * GIB)
+    full, sliding = plan_memory(settings, demand("fp16"), target), plan_memory(settings, windowed(), target)
+    assert (full.num_blocks, full.reason) == (4 * 2048, "4 contexts of 32768 tokens")
+    held = -(-(1023 + 31 + 2 * 256 + 1) // 16)
+    assert sliding.num_blocks == 4 * -(-(2048 + 5 * held) // 6)
+    assert (sliding.context, sliding.longest_stored) == (32768, 32768)
+    small = card(int(2.6 * GIB))
+    settings = dataclasses.replace(settings, max_context=None)
+    assert largest_context(settings, windowed(), small) > 3 * largest_context(settings, demand("fp16"), small)
+
+
+@pytest.mark.parametrize("blocks", [1, 40, 130, 400, 2000])
+def test_the_context_of_a_given_pool_is_the_longest_that_runs_alone(blocks):
+    target = Target("cpu", False, False, 64 * GIB, 64 * GIB, 64 * GIB)
+    plan = plan_memory(EngineConfig(num_blocks=blocks), windowed(), target)
+    needs = windowed().groups.rows_alone
+    assert needs(plan.context - 1, 16, 512) <= 6 * blocks
+    assert plan.context == 32768 or needs(plan.context, 16, 512) > 6 * blocks
+    assert (plan.context > 16 * blocks + 1) == (blocks >= 130)
+
+
+def test_a_given_pool_whose_windows_slide_over_more_than_there_is_memory_for_serves_what_there_is():
+    """RoPE tables and scratch grow with the context."""
+    all_slide = windowed()._replace(groups=group_layers((1024,) * 36), layout=demand("fp16").layout)
+    ample = Target("cpu", False, False, 64 * GIB, 64 * GIB, 64 * GIB)
+    settings = EngineConfig(num_blocks=120, max_cpu_offload_mb=0)
+    most = plan_memory(settings, all_slide, ample)
+    assert most.context == 32768
+    tight = ample._replace(free=most.needed - 1)
+    plan = plan_memory(settings, all_slide, tight)
+    assert 1920 < plan.context < 32768
+    assert plan.needed <= tight.free
+    with pytest.raises(ConfigError, match="it does not fit"):
+        plan_memory(dataclasses.replace(settings, max_context=32768), all_slide, tight)
+
+
 def test_the_workspace_covers_every_context_up_to_the_one_it_is_for():
     for visible in (1, 100, 4096, 4097, 8000, 16384, 16385, 20000, 131072):
         most = int(num_partitions(np.arange(1, visible + 1)).max())

@@ -22,7 +22,7 @@ from deepinfer.stages.model import load_tokenizer
 from deepinfer.stages.protocol_requests import Generate
 from deepinfer.stages.telemetry import Telemetry
 
-CAPACITY = Capacity(context=512, num_blocks=4096, block_size=16, vocab_size=264)
+CAPACITY = Capacity(context=512, tokens=65536, vocab_size=264)
 TOP = tuple((number, -1.0) for number in range(20))
 
 

@@ -42,7 +42,7 @@ from deepinfer.stages.model import load_tokenizer
 from deepinfer.stages.protocol import Limits
 from deepinfer.stages.telemetry import Telemetry
 
-SUMMARY = {"vocab_size": 264, "context": 512, "num_blocks": 64, "block_size": 16}
+SUMMARY = {"vocab_size": 264, "context": 512, "longest_stored": 1024}
 SECONDS = 60.0
 _serial = itertools.count()
 

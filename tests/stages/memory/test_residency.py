@@ -37,12 +37,14 @@ class Simulation:
     sharing: bool = False
     """With a prefix tree; requests of one family have the same tokens as far as both go."""
     kinds: tuple[Kind, ...] = (FULL,)
+    num_rows: int = 0
+    """Of the pool, instead of `num_blocks` of all layers."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.slides = [kind.slides for kind in self.kinds for _ in range(kind.rows)]
         """By group of layers."""
-        num_rows = self.num_blocks * len(self.slides)
+        num_rows = self.num_rows or self.num_blocks * len(self.slides)
         self.ledger = BlockLedger(num_rows, PrefixTree() if self.sharing else None, self.kinds)
         self.tokens: dict[int, np.ndarray] = {}
         self.found_tokens = 0
@@ -120,6 +122,7 @@ class Simulation:
             self.chunk_tables = {chunk.rid: self.ledger.tables(chunk.rid) for chunk in self.chunks}
             self.chunk_turns = self.random.randint(0, self.slow_chunks) if self.slow_chunks else 0
         self.ledger.audit()
+        assert self.policy._book.spare() >= 0, "what is reserved is there"
 
     def _moves(self, moves) -> None:
         for rid in (*moves.swap_out, *moves.recomputed):
@@ -223,6 +226,10 @@ class Simulation:
         del self.payloads[rid]
         if self.policy.swapped_in(rid, failed) and not failed:
             self._check_memory(rid)
+            entry = self.policy.entries[rid]
+            for index in range(entry.registered):
+                for row in self.ledger.rows_at(rid, [index]):
+                    self.content[row] = entry.keys[index]
 
     def _finish_chunks(self) -> None:
         if self.chunk_turns:
