@@ -15,43 +15,47 @@ from typing import NamedTuple
 import numpy as np
 from numba import literally
 
-from deepinfer.kernels.codecs import FP16, INT8
+from deepinfer.kernels.codecs import INT8
 from deepinfer.kernels.cpu import plan
-from deepinfer.kernels.cpu.attend import block_at, heads_of_group, prefetch_tokens
 from deepinfer.kernels.cpu.bf16_rows import (
-    any_larger,
-    largest_of,
     let_go_of_rows,
     pair_accumulate,
     pair_scores,
     row_record,
     set_up_rows,
     softmax_weight,
-    spread_largest,
     store_pairs,
 )
 from deepinfer.kernels.cpu.bf16_tiles import TILE, key_pairs, value_pairs
-from deepinfer.kernels.cpu.codecs import load16, store16
+from deepinfer.kernels.cpu.context import (
+    AHEAD,
+    SEGMENT,
+    first_seen,
+    heads_of_group,
+    load_scales,
+    prefetch_keys,
+    prefetch_values,
+    rows_of,
+)
 from deepinfer.kernels.cpu.jit import helper
-from deepinfer.kernels.cpu.memory import load_float, load_half, load_int, load_int32, prefetch, store_float
+from deepinfer.kernels.cpu.memory import load_float, load_int, load_int32
+from deepinfer.kernels.cpu.row_states import copy_row, forget, write_output
 from deepinfer.kernels.cpu.vec16 import (
     LANES,
     add,
+    any_larger,
     keep_lanes,
-    lane_sum,
+    largest_of,
     load_f32,
     mul,
     splat,
+    spread_largest,
     store_f32,
 )
 
-_FP16, _INT8 = FP16.number, INT8.number
-_ZERO, _ONE, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+_INT8 = INT8.number
+_ONE, _LOWEST = np.float32(1.0), np.float32(-np.inf)
 _VECTOR = 4 * LANES
-SEGMENT = 16 * TILE
-"""Tokens of a segment, always aligned to a multiple of it in the context."""
-_AHEAD = 2 * TILE
-"""How far in front of what is read memory is asked for."""
 
 
 class Places(NamedTuple):
@@ -77,95 +81,6 @@ def scratch_bytes(head_dim: int, rows: int) -> int:
 def state_bytes(head_dim: int) -> int:
     """Of a state: an accumulator fp32 [head_dim], [16] fp32 lane sums and maxima."""
     return row_record(head_dim).decay
-
-
-@helper
-def _copy_row(source, target, num_bytes):  # type: ignore[no-untyped-def]
-    for at in range(0, num_bytes, _VECTOR):
-        store_f32(target + at, load_f32(source + at))
-
-
-@helper
-def _zero_row(target, num_bytes):  # type: ignore[no-untyped-def]
-    for at in range(0, num_bytes, _VECTOR):
-        store_f32(target + at, splat(_ZERO))
-
-
-@helper
-def _rows_of(codes, row_bytes, layer, table, head, first, count, staged):  # type: ignore[no-untyped-def]
-    """Address of the codes of sixteen tokens from `first` on, one after the other: in their block, or, where they lie
-    in two blocks or there are only `count` of them, copied, with zeros for those that are missing."""
-    shift = load_int(layer + plan.BLOCK_SHIFT)
-    if count >= LANES and shift >= 4:
-        slot = (head << shift) + (first & ((1 << shift) - 1))
-        return codes + block_at(layer, table, first) + slot * row_bytes
-    for token in range(LANES):
-        target = staged + token * row_bytes
-        if token >= count:
-            _zero_row(target, row_bytes)
-            continue
-        place = first + token
-        slot = (head << shift) + (place & ((1 << shift) - 1))
-        _copy_row(codes + block_at(layer, table, place) + slot * row_bytes, target, row_bytes)
-    return staged
-
-
-@helper
-def _load_scales(scales, layer, table, head, first, count, target):  # type: ignore[no-untyped-def]
-    """Scales of sixteen tokens as fp32, zeros for those beyond `count`."""
-    shift = load_int(layer + plan.BLOCK_SHIFT)
-    if count >= LANES and shift >= 4:
-        slot = (head << shift) + (first & ((1 << shift) - 1))
-        store_f32(target, load16(_FP16, scales + block_at(layer, table, first) + 2 * slot))
-        return
-    for token in range(LANES):
-        value = _ZERO
-        if token < count:
-            place = first + token
-            slot = (head << shift) + (place & ((1 << shift) - 1))
-            value = load_half(scales + block_at(layer, table, place) + 2 * slot)
-        store_float(target + 4 * token, value)
-
-
-@helper
-def first_seen(layer, position):  # type: ignore[no-untyped-def]
-    """The first token of the first tile that a row at a position sees."""
-    window = load_int(layer + plan.WINDOW)
-    start = max(0, position - window + 1) if window > 0 else 0
-    return start - start % TILE
-
-
-@helper
-def _prefetch(codec, codes, row_bytes, scales, layer, table, head, first, end):  # type: ignore[no-untyped-def]
-    """Ask for the keys or the values of at most sixteen tokens, first .. end."""
-    literally(codec)
-    prefetch_tokens(codes, row_bytes, layer, table, head, first, end)
-    if codec == _INT8 and first < end:
-        shift = load_int(layer + plan.BLOCK_SHIFT)
-        slot = (head << shift) + (first & ((1 << shift) - 1))
-        prefetch(scales + block_at(layer, table, first) + 2 * slot)
-
-
-@helper
-def _prefetch_keys(codec, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
-    codes, scales = load_int(layer + plan.K_ADDRESS), load_int(layer + plan.K_SCALES_ADDRESS)
-    _prefetch(codec, codes, row_bytes, scales, layer, table, head, first, end)
-
-
-@helper
-def _prefetch_values(codec, row_bytes, layer, table, head, first, end):  # type: ignore[no-untyped-def]
-    codes, scales = load_int(layer + plan.V_ADDRESS), load_int(layer + plan.V_SCALES_ADDRESS)
-    _prefetch(codec, codes, row_bytes, scales, layer, table, head, first, end)
-
-
-@helper
-def prefetch_first(k_codec, k_bytes, v_codec, v_bytes, head_dim, layer, table, head, position):  # type: ignore[no-untyped-def]
-    """Ask for what `attend_pairs` reads before its own prefetching is ahead of it."""
-    start = first_seen(layer, position)
-    for first in range(start, min(start + _AHEAD, position), LANES):
-        end = min(first + LANES, position)
-        _prefetch_keys(k_codec, head_dim * k_bytes, layer, table, head, first, end)
-        _prefetch_values(v_codec, head_dim * v_bytes, layer, table, head, first, end)
 
 
 @helper
@@ -198,13 +113,6 @@ def _weigh(k_codec, v_codec, scores, sums, scales, low, high):  # type: ignore[n
 
 
 @helper
-def _forget(state, record):  # type: ignore[no-untyped-def]
-    """No token seen yet."""
-    _zero_row(state, record.maximum)
-    store_f32(state + record.maximum, splat(_LOWEST))
-
-
-@helper
 def _fold(state, part, record):  # type: ignore[no-untyped-def]
     """Adds the state of a segment to that of the segments before it."""
     before, largest = load_f32(state + record.maximum), load_f32(part + record.maximum)
@@ -218,22 +126,12 @@ def _fold(state, part, record):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _write_output(act_codec, act_bytes, head_dim, state, sums, target):  # type: ignore[no-untyped-def]
-    literally(act_codec)
-    inverse = splat(_ONE / lane_sum(load_f32(sums)))
-    for lane in range(0, head_dim, LANES):
-        # Adding zero turns -0 into 0, which is all that a tile's masked slots could change.
-        value = add(mul(load_f32(state + 4 * lane), inverse), splat(_ZERO))
-        store16(act_codec, target + act_bytes * lane, value)
-
-
-@helper
 def _take_queries(head_dim, record, records, group, head, first, end, queries, row_floats):  # type: ignore[no-untyped-def]
     for row in range(first, end):
         for member in range(group):
             mine = records + ((row - first) * group + member) * record.length
             query = queries + 4 * (row * row_floats + (head * group + member) * head_dim)
-            _copy_row(query, mine + record.query, 2 * head_dim)
+            copy_row(query, mine + record.query, 2 * head_dim)
 
 
 @helper
@@ -252,26 +150,26 @@ def _attend_span(  # type: ignore[no-untyped-def]
     records = scratch + place.records
     k_row, v_row = head_dim * k_bytes, head_dim * v_bytes
     for index in range(rows * group):
-        _forget(records + index * record.length, record)
+        forget(records + index * record.length, record)
     set_up_for = 0
     for token in range(low, high, TILE):
-        ahead, middle = token + _AHEAD, token + _AHEAD + LANES
+        ahead, middle = token + AHEAD, token + AHEAD + LANES
         half_end, ahead_end = min(middle, context), min(middle + LANES, context)
-        _prefetch_keys(k_codec, k_row, layer, table, head, ahead, half_end)
+        prefetch_keys(k_codec, k_row, layer, table, head, ahead, half_end)
         for half in range(2):
             at = token + half * LANES
             count = context - at
-            source = _rows_of(load_int(layer + plan.K_ADDRESS), k_row, layer, table, head, at, count, staged)
+            source = rows_of(load_int(layer + plan.K_ADDRESS), k_row, layer, table, head, at, count, staged)
             key_pairs(k_codec, head_dim, source, keys + half * _VECTOR)
-            source = _rows_of(load_int(layer + plan.V_ADDRESS), v_row, layer, table, head, at, count, staged)
+            source = rows_of(load_int(layer + plan.V_ADDRESS), v_row, layer, table, head, at, count, staged)
             value_pairs(v_codec, head_dim, source, values + half * 2 * LANES * head_dim)
             if k_codec == _INT8:
                 target = scales + half * _VECTOR
-                _load_scales(load_int(layer + plan.K_SCALES_ADDRESS), layer, table, head, at, count, target)
+                load_scales(load_int(layer + plan.K_SCALES_ADDRESS), layer, table, head, at, count, target)
             if v_codec == _INT8:
                 target = scales + 4 * TILE + half * _VECTOR
-                _load_scales(load_int(layer + plan.V_SCALES_ADDRESS), layer, table, head, at, count, target)
-        _prefetch_values(v_codec, v_row, layer, table, head, ahead, half_end)
+                load_scales(load_int(layer + plan.V_SCALES_ADDRESS), layer, table, head, at, count, target)
+        prefetch_values(v_codec, v_row, layer, table, head, ahead, half_end)
         # Positions ascend by one, so the rows that see something of this tile lie side by side.
         seen_from = max(0, token - begin)
         seen_to = min(rows, token + TILE - 1 + window - begin) if window > 0 else rows
@@ -282,14 +180,14 @@ def _attend_span(  # type: ignore[no-untyped-def]
             set_up_for = rest
         for index in range(low_index, last + 1, at_once):
             pair_scores(at_once, head_dim, keys, records, index, last)
-        _prefetch_keys(k_codec, k_row, layer, table, head, middle, ahead_end)
+        prefetch_keys(k_codec, k_row, layer, table, head, middle, ahead_end)
         for row in range(seen_from, seen_to):
             seen_high = begin + row + 1 - token
             seen_low = seen_high - window if window > 0 else 0
             for member in range(group):
                 mine = records + (row * group + member) * record.length
                 _weigh(k_codec, v_codec, mine + record.scores, mine + record.sums, scales, seen_low, seen_high)
-        _prefetch_values(v_codec, v_row, layer, table, head, middle, ahead_end)
+        prefetch_values(v_codec, v_row, layer, table, head, middle, ahead_end)
         for index in range(low_index, last + 1, at_once):
             pair_accumulate(at_once, head_dim, values, records, index, last)
     let_go_of_rows(at_once)
@@ -318,7 +216,7 @@ def attend_pairs(  # type: ignore[no-untyped-def]
     start = first_seen(layer, begin)
     several = start // SEGMENT != (context - 1) // SEGMENT
     for index in range(count if several else 0):
-        _forget(states + index * state_length, record)
+        forget(states + index * state_length, record)
     for segment in range(start - start % SEGMENT, context, SEGMENT):
         _attend_span(
             k_codec, k_bytes, v_codec, v_bytes, head_dim, at_once, record, place, layer, table, begin, end - first,
@@ -331,7 +229,7 @@ def attend_pairs(  # type: ignore[no-untyped-def]
             index = (row - first) * group + member
             state = states + index * state_length if several else records + index * record.length
             target = out + act_bytes * head_dim * (row * load_int(layer + plan.NUM_Q_HEADS) + head * group + member)
-            _write_output(act_codec, act_bytes, head_dim, state, state + record.sums, target)
+            write_output(act_codec, act_bytes, head_dim, state, state + record.sums, target)
 
 
 @helper
@@ -352,7 +250,7 @@ def attend_segment(  # type: ignore[no-untyped-def]
         position + 1, head, low, high, scratch,
     )  # fmt: skip
     for member in range(group):
-        _copy_row(records + member * record.length, states + member * record.decay, record.decay)
+        copy_row(records + member * record.length, states + member * record.decay, record.decay)
 
 
 @helper
@@ -364,8 +262,8 @@ def fold_segments(  # type: ignore[no-untyped-def]
     literally(head_dim)
     group = heads_of_group(layer)
     for member in range(group):
-        _forget(scratch, record)
+        forget(scratch, record)
         for segment in range(first_seen(layer, position) // SEGMENT, position // SEGMENT + 1):
             _fold(scratch, states + (segment * group + member) * record.decay, record)
         target = out + act_bytes * head_dim * (row * load_int(layer + plan.NUM_Q_HEADS) + head * group + member)
-        _write_output(act_codec, act_bytes, head_dim, scratch, scratch + record.sums, target)
+        write_output(act_codec, act_bytes, head_dim, scratch, scratch + record.sums, target)

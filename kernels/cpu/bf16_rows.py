@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba.core.types as nt
 from llvmlite import ir
@@ -19,6 +19,7 @@ from deepinfer.kernels.cpu.bf16_dot import (
     round_pairs,
     spread_pair,
 )
+from deepinfer.kernels.cpu.row_states import RowRecord
 from deepinfer.kernels.cpu.vec16 import (
     I32,
     LANES,
@@ -26,11 +27,11 @@ from deepinfer.kernels.cpu.vec16 import (
     call,
     constant,
     fused,
+    largest,
     literal_values,
     load,
     offset,
     outlined,
-    shuffle,
     store,
     vec16,
 )
@@ -40,20 +41,8 @@ MATRIX_ROWS = amx.ROWS
 _I64 = ir.IntType(64)
 
 
-class RowRecord(NamedTuple):
-    """What is kept of a row and query head while it goes through the tiles of its context: byte offsets of an
-    accumulator fp32 [head_dim], of [16] fp32 lane sums, maxima (all equal) and decays (all equal), of the scores fp32
-    [32] of the present tile, whose place its weights bf16 [32] take, and of its query bf16 [head_dim]."""
-
-    sums: int
-    maximum: int
-    decay: int
-    scores: int
-    query: int
-    length: int
-
-
 def row_record(head_dim: int) -> RowRecord:
+    """The weights are bf16 [32], the query is bf16 [head_dim]."""
     sums = 4 * head_dim
     scores = sums + 3 * VECTOR_BYTES
     query = scores + 2 * VECTOR_BYTES
@@ -158,52 +147,13 @@ _LOG2E, _LOG2E_REST = 1.4426950216293335, 1.925963033500011e-8
 _LOWEST_POWER = -200.0
 
 
-def _largest(builder: Any, a: Any, b: Any) -> Any:
-    """One instruction; b where one of them is NaN."""
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-@intrinsic
-def largest_of(_typing: Any, a: Any, b: Any) -> Any:
-    """The larger of both, lane by lane; b where one of them is NaN."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return _largest(builder, *args)
-
-    return vec16(vec16, vec16), emit
-
-
-@intrinsic
-def any_larger(_typing: Any, a: Any, b: Any) -> Any:
-    """Whether a lane of a is larger than that of b. NaN is not."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        lanes = builder.bitcast(builder.fcmp_ordered(">", *args), ir.IntType(LANES))
-        return builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0))
-
-    return nt.boolean(vec16, vec16), emit
-
-
-@intrinsic
-def spread_largest(_typing: Any, value: Any) -> Any:
-    """The largest lane, in every lane. Any lane may be passed over if one is NaN."""
-
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        (value,) = args
-        for step in (8, 4, 2, 1):
-            value = _largest(builder, value, shuffle(builder, value, value, [lane ^ step for lane in range(LANES)]))
-        return value
-
-    return vec16(vec16), emit
-
-
 @intrinsic
 def softmax_weight(_typing: Any, score: Any, top: Any) -> Any:
     """exp(score - top) for score <= top, with a relative error below 3e-7: exactly 1 where they are equal, exactly 0
     far below and for -inf; NaN stays NaN."""
 
     def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        below = _largest(builder, constant(_LOWEST_POWER / _LOG2E), builder.fsub(*args))
+        below = largest(builder, constant(_LOWEST_POWER / _LOG2E), builder.fsub(*args))
         whole = call(builder, "llvm.rint.v16f32", VF32, builder.fmul(below, constant(_LOG2E)))
         rest = fused(builder, below, constant(_LOG2E), builder.fneg(whole))
         rest, series = fused(builder, below, constant(_LOG2E_REST), rest), constant(_EXP2[0])

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from deepinfer.kernels.attention import AttentionBatch, AttentionSpec
 from deepinfer.kernels.codecs import BF16, FP32
-from deepinfer.kernels.cpu import amx
-from deepinfer.kernels.cpu.attend_pairs import SEGMENT, scratch_bytes, state_bytes
+from deepinfer.kernels.cpu import amx, attend, attend_pairs
+from deepinfer.kernels.cpu.context import SEGMENT
 from deepinfer.kernels.cpu.paged_kernel import NONFINITE, SATURATED, AttentionUnits, attention_units, multiplies_pairs
 from deepinfer.kernels.cpu.plan import layer_plan
 from deepinfer.kernels.cpu.tasks import Task, bits, recorder, run_tasks
-from deepinfer.kernels.cpu.tiles import TILE
 from deepinfer.kernels.cpu.vec16 import LANES
 from deepinfer.kernels.encoder_counts import EncoderCounts
 from deepinfer.kernels.kv_formats import BlockLayout
@@ -77,16 +76,15 @@ class NumbaAttention(EncoderCounts):
         self._plans = [layer_plan(layer, spec, layout, pool, self._cos, self._sin) for layer in range(spec.num_layers)]
         heads_at_once = spec.num_q_heads // spec.num_kv_heads
         self._tile_rows = max(1, min(16, _STATE_FLOATS // (heads_at_once * spec.head_dim)))
-        states = self._tile_rows * heads_at_once * (spec.head_dim + 2 * LANES)
-        in_fp32 = 2 * TILE * spec.head_dim + 2 * LANES + states
-        in_pairs = scratch_bytes(spec.head_dim, self._tile_rows * heads_at_once) // 4
-        self._scratch_floats = -(-max(in_fp32, in_pairs) // LANES) * LANES
+        rows = self._tile_rows * heads_at_once
+        scratch = max(kind.scratch_bytes(spec.head_dim, rows) for kind in (attend, attend_pairs))
+        self._scratch_floats = -(-scratch // (4 * LANES)) * LANES
         self._scale, self._eps = bits(spec.scale), bits(spec.rms_norm_eps)
         self._biased = tuple(spec.split_key_bias(layer) is not None for layer in range(spec.num_layers))
         pairs = sum(
             multiplies_pairs(layout.k, layout.v, BF16, spec.head_dim, biased, spec.soft_cap) for biased in self._biased
         )
-        self._any_pairs, self._by_tiles = pairs > 0, amx.available()
+        self._by_tiles = amx.available()
         by = " by AMX" if self._by_tiles else ""
         where = "" if pairs == spec.num_layers else f" in {pairs} of {spec.num_layers} layers"
         self.name = "numba fused paged" + (f", bf16 products{by} for bf16 activations{where}" if pairs else "")
@@ -105,7 +103,7 @@ class NumbaAttention(EncoderCounts):
             work.states.ctypes.data,
         )
         attends = len(work.tiles) * self._spec.num_kv_heads
-        if work.segments and units.segment:
+        if work.segments:
             parts = attends * work.segments
             tasks = [
                 *(Task(units.write, batch.num_rows, arguments), Task(units.segment, parts, arguments)),
@@ -142,7 +140,7 @@ class NumbaAttention(EncoderCounts):
         workers = numba.get_num_threads() if scores >= PARALLEL_SCORES or recorder() is not None else 1
         tiles = batch.row_tiles(self._tile_rows)
         segments = self.segments(batch) if batch.segments is None else batch.segments
-        state_floats = state_bytes(self._spec.head_dim) // 4
+        state_floats = attend_pairs.state_bytes(self._spec.head_dim) // 4
         states = _aligned(1 + batch.num_rows * self._spec.num_q_heads * segments, state_floats)
         states.view(np.int64)[0, 0] = segments
         return _Workspace(
@@ -162,10 +160,7 @@ class NumbaAttention(EncoderCounts):
 
     def segments(self, batch: AttentionBatch) -> int:
         """Into how many segments the contexts of a decode step are split between threads: a power of two that is enough
-        for the longest one; 0 where there are rows and heads enough for all threads, contexts are short, or attention
-        is not by bf16 products."""
-        if not self._any_pairs:
-            return 0
+        for the longest one; 0 where there are rows and heads enough for all threads, or contexts are short."""
         rows, longest = batch.num_rows, int(batch.positions.max(initial=0))
         few = rows * self._spec.num_kv_heads < _UNITS_OF_WORKER * numba.get_num_threads()
         if not few or longest < _SPLIT_FROM or batch.num_seqs != rows:

@@ -9,19 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import literally
 
-from deepinfer.kernels.codecs import BF16, Codec
+from deepinfer.kernels.codecs import BF16, FP32, Codec
+from deepinfer.kernels.cpu import attend as fp32
 from deepinfer.kernels.cpu import bf16_tiles, plan
-from deepinfer.kernels.cpu.attend import attend_unit, block_at
-from deepinfer.kernels.cpu.attend_pairs import (
-    SEGMENT,
-    attend_pairs,
-    attend_segment,
-    first_seen,
-    fold_segments,
-    places,
-    prefetch_first,
-)
+from deepinfer.kernels.cpu.attend import MANY_ROWS, attend_part, attend_unit, fold_parts, read_as
+from deepinfer.kernels.cpu.attend_pairs import attend_pairs, attend_segment, fold_segments, places
 from deepinfer.kernels.cpu.bf16_rows import MATRIX_ROWS, row_record
+from deepinfer.kernels.cpu.context import SEGMENT, block_at, first_seen, prefetch_first
+from deepinfer.kernels.cpu.fp32_rows import fp32_record
 from deepinfer.kernels.cpu.jit import helper
 from deepinfer.kernels.cpu.kv_write import (
     make_storable,
@@ -99,7 +94,7 @@ class AttentionUnits(NamedTuple):
     segment: int
     """One segment of a row's context and one KV head for each unit: [rows, kv heads, segments] of them. To STATES."""
     fold: int
-    """One KV head of a row for each unit, from STATES. These two: 0 where attention is not by bf16 products."""
+    """One KV head of a row for each unit, from STATES."""
 
 
 (
@@ -197,6 +192,11 @@ def attention_units(
     pairs = int(multiplies_pairs(k, v, activations, head_dim, key_bias, soft_cap))
     record, place = row_record(head_dim), places(head_dim)
     together, alone = (MATRIX_ROWS, MATRIX_ROWS) if by_tiles else (4, rows_at_once(group))
+    if not pairs:
+        record, place = fp32_record(head_dim), fp32.places(head_dim)
+    k_few, v_few = read_as(k_codec, biased, group), read_as(v_codec, 0, group)
+    k_many, v_many = read_as(k_codec, biased, MANY_ROWS), read_as(v_codec, 0, MANY_ROWS)
+    weighed = FP32.number if biased else k_codec
 
     @unit
     def write(arguments, row, worker):  # type: ignore[no-untyped-def]
@@ -221,8 +221,8 @@ def attention_units(
             )  # fmt: skip
         else:
             attend_unit(
-                k_codec, k_bytes, v_codec, v_bytes, biased, capped, cap, act_codec, act_bytes, head_dim, layer,
-                table, positions, first, end, head, queries, row_floats, out, scratch,
+                k_codec, k_bytes, v_codec, v_bytes, k_many, v_many, weighed, biased, capped, cap, act_codec, act_bytes,
+                head_dim, record, place, layer, table, positions, first, end, head, queries, row_floats, out, scratch,
             )  # fmt: skip
 
     @unit
@@ -245,12 +245,9 @@ def attention_units(
             )  # fmt: skip
         else:
             attend_unit(
-                k_codec, k_bytes, v_codec, v_bytes, biased, capped, cap, act_codec, act_bytes, head_dim, layer,
-                table, positions, row, row + 1, head, queries, row_floats, out, scratch,
+                k_codec, k_bytes, v_codec, v_bytes, k_few, v_few, weighed, biased, capped, cap, act_codec, act_bytes,
+                head_dim, record, place, layer, table, positions, row, row + 1, head, queries, row_floats, out, scratch,
             )  # fmt: skip
-
-    if not pairs:
-        return AttentionUnits(write.address, attend.address, decode.address, 0, 0)
 
     @unit
     def segment(arguments, index, worker):  # type: ignore[no-untyped-def]
@@ -264,10 +261,17 @@ def attention_units(
         if number * SEGMENT > position or (number + 1) * SEGMENT <= first_seen(layer, position):
             return
         table, _, queries, row_floats, _, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)
-        attend_segment(
-            k_codec, k_bytes, v_codec, v_bytes, head_dim, alone, record, place, layer, table, position, row, head,
-            number, queries, row_floats, states + 64 + index * group * record.decay, scratch,
-        )  # fmt: skip
+        mine = states + 64 + index * group * record.decay
+        if pairs:
+            attend_segment(
+                k_codec, k_bytes, v_codec, v_bytes, head_dim, alone, record, place, layer, table, position, row, head,
+                number, queries, row_floats, mine, scratch,
+            )  # fmt: skip
+        else:
+            attend_part(
+                k_codec, k_bytes, v_codec, v_bytes, k_few, v_few, weighed, biased, capped, cap, head_dim, record, place,
+                layer, table, position, row, head, number, queries, row_floats, mine, scratch,
+            )  # fmt: skip
 
     @unit
     def fold(arguments, index, worker):  # type: ignore[no-untyped-def]
@@ -277,9 +281,10 @@ def attention_units(
         states = load_int(arguments + 8 * STATES)
         segments = load_int(states)
         _, _, _, _, out, scratch = tile_of(arguments, layer, head_dim, row, row + 1, worker)
-        fold_segments(
-            act_codec, act_bytes, head_dim, record, layer, position, row, head,
-            states + 64 + index * segments * group * record.decay, out, scratch,
-        )  # fmt: skip
+        mine = states + 64 + index * segments * group * record.decay
+        if pairs:
+            fold_segments(act_codec, act_bytes, head_dim, record, layer, position, row, head, mine, out, scratch)
+        else:
+            fold_parts(act_codec, act_bytes, head_dim, record, layer, position, row, head, mine, out, scratch)
 
     return AttentionUnits(write.address, attend.address, decode.address, segment.address, fold.address)

@@ -1,22 +1,45 @@
-"""What attention does to a decoded tile of sixteen tokens, as LLVM vector code with a fixed order of sums."""
+"""Stored codes as fp32 vectors of the processor's width, and sums of lanes in a fixed order, as LLVM vector code."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numba.core.types as nt
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.extending import intrinsic
 
-from deepinfer.kernels.cpu.vec16 import F32, LANES, call, fused, load, offset, shuffle, spread, store, vec16
+from deepinfer.kernels.codecs import BF16, CODECS, FP8_E4M3, FP8_E5M2, FP16, FP32, INT8
+from deepinfer.kernels.cpu.codecs import VHALF, VI16
+from deepinfer.kernels.cpu.vec16 import (
+    F32,
+    I32,
+    LANES,
+    VF32,
+    call,
+    constant,
+    counted_loop,
+    literal_values,
+    load,
+    offset,
+    outlined,
+    shuffle,
+    store,
+)
 
-TILE = LANES
-"""Tokens of a tile, always aligned to a multiple of it in the context."""
-_VECTOR_BYTES = 4 * LANES
-
-
-def _literal(value: Any) -> int | None:
-    return value.literal_value if isinstance(value, nt.IntegerLiteral) else None
+WIDTH = LANES if binding.get_host_cpu_features().get("avx512f", False) else LANES // 2
+"""fp32 lanes of one of the processor's vectors."""
+CODE_FACTORS = tuple(256.0 if codec is FP8_E4M3 else 1.0 for codec in CODECS)
+"""What is left to multiply an element by that `load_codes` gives, by the codec's number. E4M3 is moved to a half's
+place, which makes 2^-8 of it, exactly; a score or a weight takes the factor, so that no element has to."""
+IN_REGISTERS = tuple(codec.number for codec in (FP32, FP16, BF16, INT8))
+"""Codecs that are decoded on their way into products. FP8 takes too many instructions for that."""
+VECTOR, _WORDS = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+_ELEMENTS = {
+    FP32.number: (F32, 4),
+    FP16.number: (ir.HalfType(), 2),
+    BF16.number: (ir.IntType(16), 2),
+    INT8.number: (ir.IntType(8), 1),
+}
 
 
 def _pair_sums(builder: Any, a: Any, b: Any, width: int) -> Any:
@@ -39,54 +62,82 @@ def token_sums(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
+def fold_four(builder: Any, vectors: list[Any]) -> Any:
+    """Four sums, of the lanes of each of four vectors of 8 or 16 fp32: within each 128 bits first."""
+    count = vectors[0].type.count
+
+    def mixed(a: Any, b: Any, lanes: list[int]) -> Any:
+        """Of each 128 bits the lanes, those of b from 4 on."""
+        places = [base + lane if lane < 4 else count + base + lane - 4 for base in range(0, count, 4) for lane in lanes]
+        return shuffle(builder, a, b, places)
+
+    # One of two terms leaves its lanes where they are, which costs least.
+    pairs = [
+        builder.fadd(mixed(*two, [0, 1, 6, 7]), mixed(*two, [2, 3, 4, 5])) for two in (vectors[::2], vectors[1::2])
+    ]
+    total = builder.fadd(mixed(*pairs, [0, 5, 2, 7]), mixed(*pairs, [1, 4, 3, 6]))
+    while count > 4:
+        count //= 2
+        lower, upper = (shuffle(builder, total, total, list(range(at, at + count))) for at in (0, count))
+        total = builder.fadd(lower, upper)
+    return total
+
+
+def load_codes(builder: Any, number: int, address: Any) -> Any:
+    """`WIDTH` stored elements of a codec of `IN_REGISTERS` as fp32."""
+    element, num_bytes = _ELEMENTS[number]
+    codes = load(builder, address, ir.VectorType(element, WIDTH), num_bytes)
+    if number == FP16.number:
+        return builder.fpext(codes, VECTOR)
+    if number == BF16.number:
+        return builder.bitcast(builder.shl(builder.zext(codes, _WORDS), ir.Constant(_WORDS, [16] * WIDTH)), VECTOR)
+    if number == INT8.number:
+        return builder.sitofp(builder.sext(codes, _WORDS), VECTOR)
+    return codes
+
+
+def _halves(builder: Any, number: int, address: Any) -> Any:
+    """Sixteen FP8 codes as halves, `CODE_FACTORS` too small."""
+    codes = load(builder, address, ir.VectorType(ir.IntType(8), LANES), 1)
+    if number == FP8_E5M2.number:
+        bits = builder.shl(builder.zext(codes, VI16), constant(8, VI16))
+    else:
+        # The sign is in the two upper bits then, and the exponent of a half has one bit more.
+        bits = builder.and_(builder.shl(builder.sext(codes, VI16), constant(7, VI16)), constant(0xBFFF, VI16))
+    return builder.bitcast(bits, VHALF)
+
+
 @intrinsic(prefer_literal=True)
-def tile_scores(_typing: Any, q: Any, k: Any, dim: Any) -> Any:
-    """Lane t = q . k[t], for q fp32 [dim] and k fp32 [16, dim] at two addresses. `dim` is a literal."""
-    head_dim = _literal(dim)
-    if head_dim is None:
+def expand_rows(_typing: Any, codec: Any, target_codec: Any, count: Any, source: Any, target: Any):  # type: ignore[no-untyped-def]
+    """`count` stored elements, a multiple of 16, `CODE_FACTORS` too small: to fp32, or FP8 to fp16. The codecs are
+    literals."""
+    literals = literal_values(codec, target_codec)
+    if literals is None:
         return None
+    number, to = literals
 
-    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        q, k = args[0], args[1]
-        chunks = range(head_dim // LANES)
-        query = [load(builder, offset(builder, q, chunk * _VECTOR_BYTES)) for chunk in chunks]
-        partial = []
-        for token in range(TILE):
-            row = offset(builder, k, token * head_dim * 4)
-            total = builder.fmul(query[0], load(builder, row))
-            for chunk in chunks[1:]:
-                key = load(builder, offset(builder, row, chunk * _VECTOR_BYTES))
-                total = fused(builder, query[chunk], key, total)
-            partial.append(total)
-        return token_sums(builder, partial)
-
-    return vec16(nt.int64, nt.int64, dim), emit
-
-
-@intrinsic(prefer_literal=True)
-def tile_accumulate(_typing: Any, probs: Any, v: Any, acc: Any, decay: Any, dim: Any) -> Any:
-    """acc = acc * decay + sum over t of probs[t] * v[t], for acc fp32 [dim], v fp32 [16, dim] at two
-    addresses."""
-    head_dim = _literal(dim)
-    if head_dim is None:
-        return None
+    def body(builder: Any, count: Any, source: Any, target: Any) -> None:
+        with counted_loop(builder, builder.lshr(count, ir.Constant(count.type, 4))) as index:
+            place = builder.add(source, builder.mul(index, _int(LANES * CODECS[number].itemsize)))
+            out = builder.add(target, builder.mul(index, _int(LANES * CODECS[to].itemsize)))
+            if to == FP16.number:
+                store(builder, out, _halves(builder, number, place), 2)
+            elif number in IN_REGISTERS:
+                for at in range(0, LANES, WIDTH):
+                    value = load_codes(builder, number, offset(builder, place, at * CODECS[number].itemsize))
+                    store(builder, offset(builder, out, 4 * at), value)
+            else:
+                store(builder, out, builder.fpext(_halves(builder, number, place), VF32))
 
     def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        probs, v, acc, decay, _ = args
-        weights = [spread(builder, builder.extract_element(probs, lane(t))) for t in range(TILE)]
-        for chunk in range(head_dim // LANES):
-            place = offset(builder, acc, chunk * _VECTOR_BYTES)
-            total = builder.fmul(load(builder, place), decay)
-            for token in range(TILE):
-                value = load(builder, offset(builder, v, (token * head_dim + chunk * LANES) * 4))
-                total = fused(builder, weights[token], value, total)
-            store(builder, place, total)
+        outlined(builder, f"expand_rows_{number}_{to}", args[2:], body)
         return context.get_dummy_value()
 
-    def lane(index: int) -> Any:
-        return ir.Constant(ir.IntType(32), index)
+    return nt.void(codec, target_codec, nt.int64, nt.int64, nt.int64), emit
 
-    return nt.void(vec16, nt.int64, nt.int64, vec16, dim), emit
+
+def _int(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
 
 
 @intrinsic(prefer_literal=True)
@@ -94,9 +145,10 @@ def add_rotated(_typing: Any, key: Any, factor: Any, bias: Any, cos: Any, sin: A
     """key = key * factor + RoPE(bias), half-split, for key and bias fp32 [dim], cos and sin fp32 [dim / 2] at four
     addresses. RoPE rounds as plain torch does; the rest is one fused step. `dim` is a literal multiple of 16.
     """
-    head_dim = _literal(dim)
-    if head_dim is None:
+    literals = literal_values(dim)
+    if literals is None:
         return None
+    head_dim = literals[0]
     half = head_dim // 2
     width = LANES if half % LANES == 0 else LANES // 2
     kind = ir.VectorType(F32, width)

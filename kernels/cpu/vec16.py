@@ -9,7 +9,8 @@ Addresses are int64 byte addresses. Who passes one keeps its memory alive and an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numba.core.types as nt
@@ -66,6 +67,32 @@ def outlined(builder: Any, name: str, args: Sequence[Any], body: Callable[..., N
         body(inner, *function.args)
         inner.ret_void()
     builder.call(function, args)
+
+
+@contextmanager
+def counted_loop(builder: Any, count: Any) -> Iterator[Any]:
+    """A loop over 0 .. `count`, which is at least 1, that stays one: LLVM holds some processors to be so fond of long
+    code that it writes loops out until their registers do not suffice."""
+    before = builder.block
+    body, after = (builder.append_basic_block(name) for name in ("loop", "after_loop"))
+    builder.branch(body)
+    builder.position_at_end(body)
+    index = builder.phi(count.type)
+    index.add_incoming(ir.Constant(count.type, 0), before)
+    yield index
+    following = builder.add(index, ir.Constant(count.type, 1))
+    index.add_incoming(following, builder.block)
+    branch = builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+    branch.set_metadata("llvm.loop", _as_written(builder.module))
+    builder.position_at_end(after)
+
+
+def _as_written(module: Any) -> Any:
+    """Metadata of a loop that is not to be unrolled: a node that begins with itself."""
+    kept = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    node = module.add_metadata([kept, ir.Constant(I32, len(module.metadata))])
+    node.operands = (node, kept)
+    return node
 
 
 def constant(value: float, kind: Any = VF32) -> Any:
@@ -194,6 +221,45 @@ def larger(_typing: Any, a: Any, b: Any) -> Any:
         return call(builder, "llvm.maxnum.v16f32", VF32, *args)
 
     return vec16(vec16, vec16), emit
+
+
+def largest(builder: Any, a: Any, b: Any) -> Any:
+    """One instruction; b where one of them is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic
+def largest_of(_typing: Any, a: Any, b: Any) -> Any:
+    """The larger of both, lane by lane; b where one of them is NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return largest(builder, *args)
+
+    return vec16(vec16, vec16), emit
+
+
+@intrinsic
+def any_larger(_typing: Any, a: Any, b: Any) -> Any:
+    """Whether a lane of a is larger than that of b. NaN is not."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        lanes = builder.bitcast(builder.fcmp_ordered(">", *args), ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", lanes, ir.Constant(lanes.type, 0))
+
+    return nt.boolean(vec16, vec16), emit
+
+
+@intrinsic
+def spread_largest(_typing: Any, value: Any) -> Any:
+    """The largest lane, in every lane. Any lane may be passed over if one is NaN."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        (value,) = args
+        for step in (8, 4, 2, 1):
+            value = largest(builder, value, shuffle(builder, value, value, [lane ^ step for lane in range(LANES)]))
+        return value
+
+    return vec16(vec16), emit
 
 
 @intrinsic
