@@ -77,22 +77,16 @@ def wait_for_others(task, counter):  # type: ignore[no-untyped-def]
             _yield_core()
 
 
-@compiled(numba.void(numba.int64[:, ::1], numba.int64[:, ::1], numba.int64), parallel=True)
-def _run(tasks, counters, num_workers):  # type: ignore[no-untyped-def]
+@compiled(numba.void(numba.int64[:, ::1], numba.int64[:, ::1], numba.int64, numba.boolean), parallel=True)
+def _run(tasks, counters, num_workers, in_order):  # type: ignore[no-untyped-def]
+    """Serves both orders, because functions for all threads take longer to compile than any unit."""
     for worker in prange(num_workers):
         for index in range(len(tasks)):
             task = tasks.ctypes.data + 8 * index * TASK_INTS
             counter = counters.ctypes.data + 8 * index * COUNTER_INTS
             take_units(task, counter, worker)
-            wait_for_others(task, counter)
-
-
-@compiled(numba.void(numba.int64[:, ::1], numba.int64[:, ::1], numba.int64), parallel=True)
-def _run_together(tasks, counters, num_workers):  # type: ignore[no-untyped-def]
-    for worker in prange(num_workers):
-        for index in range(len(tasks)):
-            task = tasks.ctypes.data + 8 * index * TASK_INTS
-            take_units(task, counters.ctypes.data + 8 * index * COUNTER_INTS, worker)
+            if in_order:
+                wait_for_others(task, counter)
 
 
 @compiled(numba.void(numba.int64[:, ::1]))
@@ -121,7 +115,7 @@ def run_together(tasks: Sequence[Task], num_workers: int) -> None:
     if num_workers == 1:
         _run_alone(_table(tasks))
     else:
-        _run_together(_table(tasks), np.zeros((len(tasks), COUNTER_INTS), np.int64), num_workers)
+        _run(_table(tasks), np.zeros((len(tasks), COUNTER_INTS), np.int64), num_workers, False)
 
 
 class Program:
@@ -136,7 +130,7 @@ class Program:
             _run_alone(self._tasks)
             return
         self._counters.fill(0)
-        _run(self._tasks, self._counters, num_workers)
+        _run(self._tasks, self._counters, num_workers, True)
 
 
 class Recorder:
