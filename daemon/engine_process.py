@@ -7,7 +7,6 @@ whenever it changes. It stays open for as long as the front lives: its end is ho
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -24,8 +23,10 @@ import zmq
 from deepinfer.daemon.config import ConfigError, EngineConfig
 from deepinfer.daemon.garbage import spare_what_stays
 from deepinfer.daemon.log import configure_logging, set_level
+from deepinfer.daemon.second_compiler import SecondCompiler
 from deepinfer.daemon.stacks import dump_on_signal
 from deepinfer.daemon.start_times import StartTimes, in_words
+from deepinfer.daemon.tether import die_with_parent
 from deepinfer.daemon.topology import Topology
 from deepinfer.daemon.watchdog import Pulses
 from deepinfer.kernels.openmp import limit_spinning
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 0.05
 LAST_WORDS_MS = 30_000
 """Admission may not be listening yet when the engine refuses its settings. If the front is gone, nobody waits."""
-PR_SET_PDEATHSIG = 1
 HEARTBEAT_SECONDS = 0.25
 ORPHANED = 3
 """Exit code when the front went away."""
@@ -137,15 +137,21 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     pulse = Pulse(topology.admission)
     pulse.start()
     limit_spinning()
-    link.progress("importing torch", 0, 0)
-    times = StartTimes()
-    with times.part("imports"):
-        from deepinfer.daemon.engine_host import EngineHost, Vocabulary
+    second = SecondCompiler(config)
+    try:
+        second.start()
+        link.progress("importing torch", 0, 0)
+        times = StartTimes()
+        with times.part("imports"):
+            from deepinfer.daemon.engine_host import EngineHost, Vocabulary
 
-    host = EngineHost(config, link.progress, times)
-    link.progress("compiling kernels", 0, 0)
-    with times.part("kernels"):
-        host.warm_up()
+        host = EngineHost(config, link.progress, times)
+        link.progress("compiling kernels", 0, 0)
+        with times.part("kernels"):
+            host.warm_up()
+        second.note_start()
+    finally:
+        second.end()
     arrived.wait()
     host.start(context, topology, Vocabulary(**vocabulary), record=FlightRecord(record))
     pulse.of = host.pulses
@@ -158,13 +164,6 @@ def _serve(config: EngineConfig, topology: Topology, context: zmq.Context, link:
     if failure is not None:
         raise failure
     context.term()
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process ends: unlike the end of standard input, that
-    also reaches a process that is stopped. Only Linux has it; elsewhere a stopped engine lives until it goes on."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch_front(vocabulary: dict[str, Any], arrived: threading.Event) -> None:

@@ -7,11 +7,13 @@ start. Whoever removes a folder has that lock alone.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -23,13 +25,47 @@ UNUSED_SECONDS = 30 * 86_400
 """What was not used for so long is removed."""
 VERSIONS_KEPT = 16
 """Folders of other versions that are kept however long ago they were used, short of that."""
-IN_USE = "in-use"
+IN_USE, LOCK, STARTS = "in-use", "lock", "starts"
+POLL_SECONDS = 0.005
 
 
 def cache_folder() -> Path:
     """`DEEPINFER_CACHE_DIR`, else the user's cache folder. Not created here."""
     override = os.environ.get(VARIABLE)
     return Path(override) if override else platformdirs.user_cache_path("deepinfer-daemon")
+
+
+def cpu_folder() -> Path:
+    """Of the compiled CPU kernels, one for each state of their sources: numba itself only notices changes in the outer
+    function's file. Below `NUMBA_CACHE_DIR` where that is set. Not created here."""
+    digest = hashlib.sha256()
+    for source in sorted((Path(__file__).parent / "cpu").glob("*.py")):
+        digest.update(source.read_bytes())
+    base = os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "numba"
+    return Path(base) / digest.hexdigest()[:16]
+
+
+@contextmanager
+def one_at_a_time(folder: Path, patience: float) -> Iterator[None]:
+    """Of all who compile into a folder, which is made if it is not there. Who has waited for `patience` seconds goes on
+    beside the other, which costs time and nothing else. The kernel ends the lock of a process that dies."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        until = time.monotonic() + patience
+        while not _try_lock(descriptor) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def hold(folder: Path) -> None:

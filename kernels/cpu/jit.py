@@ -7,8 +7,9 @@ import functools
 import hashlib
 import importlib
 import inspect
-import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,12 @@ def _threading_layer() -> str:
     return "omp"
 
 
-def _cache_folder() -> Path:
-    """One folder per state of these sources: numba itself only notices changes in the outer function's
-    file."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    base = os.environ.get("NUMBA_CACHE_DIR") or kernel_cache.cache_folder() / "numba"
-    return Path(base) / digest.hexdigest()[:16]
-
-
 THREADING_LAYER = _threading_layer()
-CACHE_FOLDER = _cache_folder()
+CACHE_FOLDER = kernel_cache.cpu_folder()
 _ALL_THREADS, _ONE_THREAD, _UNITS = "all-threads", "one-thread", "units"
+PATIENCE = 30.0
+"""Seconds in all to wait for other processes that compile the same, which takes two on a quiet core."""
+_waited = 0.0
 
 
 @functools.cache
@@ -54,7 +48,21 @@ def hold_cache() -> None:
     """Keep this process's compiled kernels on disk for as long as it lives, and remove those of versions that nobody
     uses any more."""
     kernel_cache.hold(CACHE_FOLDER)
-    kernel_cache.remove_unused_versions(CACHE_FOLDER, (_ALL_THREADS, _ONE_THREAD, _UNITS))
+    kernel_cache.remove_unused_versions(CACHE_FOLDER, (_ALL_THREADS, _ONE_THREAD, _UNITS, kernel_cache.STARTS))
+
+
+@contextmanager
+def _cached_in(folder: Path) -> Iterator[None]:
+    """Two processes that want the same at once compile it once."""
+    global _waited
+    began = time.monotonic()
+    with kernel_cache.one_at_a_time(folder, max(0.0, PATIENCE - _waited)):
+        _waited += time.monotonic() - began
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+        try:
+            yield
+        finally:
+            numba.config.CACHE_DIR = before
 
 
 def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
@@ -67,13 +75,9 @@ def compiled(signature: Any = None, *, parallel: bool = False) -> Callable[[Call
 
     def decorate(function: Callable[..., Any]) -> Any:
         _check_closure(function)
-        before = numba.config.CACHE_DIR
         # Numba's key on disk does not know of `parallel`: in one folder, what was compiled first would be both.
-        numba.config.CACHE_DIR = str(CACHE_FOLDER / (_ALL_THREADS if parallel else _ONE_THREAD))
-        try:
+        with _cached_in(CACHE_FOLDER / (_ALL_THREADS if parallel else _ONE_THREAD)):
             return numba.njit(signature, parallel=parallel, cache=True, nogil=True, error_model="numpy")(function)
-        finally:
-            numba.config.CACHE_DIR = before
 
     return decorate
 
@@ -104,13 +108,9 @@ def compiled_unit(function: Callable[[int, int, int], None]) -> Any:
     Raises TypeError if it closes over anything but numbers, as `compiled` does.
     """
     _check_closure(function)
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(CACHE_FOLDER / _UNITS / _closure_digest(function))
-    try:
-        signature = numba.void(numba.int64, numba.int64, numba.int64)
+    signature = numba.void(numba.int64, numba.int64, numba.int64)
+    with _cached_in(CACHE_FOLDER / _UNITS / _closure_digest(function)):
         made = numba.cfunc(signature, cache=True, error_model="numpy")(function)
-    finally:
-        numba.config.CACHE_DIR = before
     _units.append(made)
     return made
 

@@ -3,11 +3,16 @@ time."""
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from deepinfer.kernels.attention import AttentionSpec
+import numpy as np
+
 from deepinfer.kernels.kv_formats import BlockLayout
+
+if TYPE_CHECKING:  # torch stays out of processes that only compile
+    from torch import Tensor
+
+    from deepinfer.kernels.attention import AttentionSpec
 
 (
     K_ADDRESS,

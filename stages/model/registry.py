@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepinfer.stages.model import hub
 from deepinfer.stages.model.errors import ModelNotFoundError
-from deepinfer.stages.model.wheel_model import SMOLLM2_135M, WheelModel, obtain
+from deepinfer.stages.model.wheel_model import SMOLLM2_135M, WheelModel, local_file, obtain
 
 ALIASES: dict[str, WheelModel] = {"smollm2-135m": SMOLLM2_135M}
 
@@ -33,6 +33,17 @@ def resolve_model(name_or_path: str | Path) -> Path:
     if known is not None:
         return hub.cached(known) or hub.fetch(known).path
     raise ModelNotFoundError(f"model {name!r} does not exist here; expected {_expected()}")
+
+
+def find_here(name: str) -> Path | None:
+    """What `resolve_model` would give, if it need not fetch anything for it; else None."""
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return Path(os.path.abspath(path))
+    if name in ALIASES:
+        return local_file(name, ALIASES[name])
+    known = hub.parse(name)
+    return None if known is None else hub.cached(known)
 
 
 def _expected() -> str:

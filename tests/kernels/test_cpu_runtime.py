@@ -123,8 +123,9 @@ def test_helpers_become_machine_code_with_what_calls_them_and_never_by_themselve
 @pytest.mark.parametrize("apart", [True, False])
 def test_two_processes_that_compile_at_once_do_not_find_each_others_code_on_disk(apart, tmp_path, monkeypatch):
     """The second one begins when the first has written its index, and is done before that one writes its code. In the
-    control arm both share a folder."""
+    control arm both share a folder. Neither waits for the other here, as after `PATIENCE`."""
     monkeypatch.setattr(jit, "CACHE_FOLDER", tmp_path)
+    monkeypatch.setattr(jit, "PATIENCE", 0.0)
     if not apart:
         monkeypatch.setattr(jit, "_closure_digest", lambda function: "one")
 

@@ -16,6 +16,7 @@ from deepinfer.kernels.kernel_cache import (
     UNUSED_SECONDS,
     VERSIONS_KEPT,
     hold,
+    one_at_a_time,
     remove_unused_files,
     remove_unused_versions,
 )
@@ -138,3 +139,38 @@ def test_kernels_of_a_gpu_are_removed_when_nobody_has_used_them_for_long(tmp_pat
     assert remove_unused_files(folder) == [folder / "cubin-unused"]
     assert disk_cache.load("cubin-unused") is None
     assert disk_cache.load("cubin-new") == b"code"
+
+
+def locked_by_another(folder):
+    """A process that has the lock of `folder` for as long as it lives."""
+    code = (
+        "import pathlib, sys; from deepinfer.kernels.kernel_cache import one_at_a_time\n"
+        "with one_at_a_time(pathlib.Path(sys.argv[1]), 0): print('mine', flush=True); sys.stdin.read()"
+    )
+    program = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert program.stdout.readline() == b"mine\n"
+    return program
+
+
+def test_who_wants_what_a_killed_process_was_compiling_goes_on_at_once(tmp_path):
+    other, come = locked_by_another(tmp_path), threading.Event()
+
+    def want():
+        with one_at_a_time(tmp_path, 60.0):
+            come.set()
+
+    waiting = threading.Thread(target=want)
+    with other:
+        waiting.start()
+        assert not come.wait(0.3)
+        other.kill()
+        assert come.wait(10)
+    waiting.join()
+
+
+def test_who_has_waited_long_enough_for_another_compiles_beside_it(tmp_path):
+    with locked_by_another(tmp_path) as other:
+        began = time.monotonic()
+        with one_at_a_time(tmp_path, 0.2):
+            assert 0.2 <= time.monotonic() - began < 10
+        other.stdin.close()
