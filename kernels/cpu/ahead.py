@@ -49,12 +49,10 @@ class Needs(NamedTuple):
 
 
 def compile_ahead(needs: Needs) -> None:
-    """In an order that leaves the matmuls to whoever loads the weights meanwhile: it begins with them, and has to wait
-    where both want the same. Importing this has compiled what runs tasks."""
+    """In an order that leaves what packs and multiplies weights to whoever loads them meanwhile: it begins with that,
+    and has to wait where both want the same. Attention is half of all, and is never divided between two processes: its
+    units share helpers, which both would compile. Importing this has compiled what runs tasks."""
     hold_cache()
-    if needs.from_files:
-        for kind in sorted({matrices.kind for matrices in needs.matrices}):
-            _PACKERS[kind]()
     by_tiles = amx.available()
     model = needs.activations, needs.head_dim, False, needs.soft_cap, needs.group, by_tiles
     attention_units(needs.k, needs.v, *model)
@@ -66,3 +64,6 @@ def compile_ahead(needs: Needs) -> None:
     for kind, wide, out_bf16 in reversed(needs.matrices):
         form = form_for(kind, needs.int8_activations and kind == P_INT4)
         packed_units(kind, form, CHUNK, wide, out_bf16, by_tiles and form == A_BF16)
+    if needs.from_files:
+        for kind in sorted({matrices.kind for matrices in needs.matrices}):
+            _PACKERS[kind]()
