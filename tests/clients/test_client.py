@@ -148,7 +148,7 @@ def test_closing_the_client_cancels_open_streams(server):
 
 
 def test_a_thousand_streams_share_one_connection(client):
-    streams = {n: client.generate(f"echo {n:04d}") for n in range(1000)}
+    streams = {n: client.generate(f"echo {n:04d}", idle_timeout=30) for n in range(1000)}
     for n, stream in reversed(streams.items()):
         assert stream.result().text == f"{n:04d}"
 
