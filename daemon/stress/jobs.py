@@ -59,7 +59,8 @@ def catalogue(config: StressConfig, vocab_size: int, max_context: int) -> list[Q
     asked."""
     longest, most_blocks = blocks_for(max_context - 1, config.block_size), config.block_range[1]
     if most_blocks > max(longest, config.num_blocks):
-        raise ConfigError(f"request_blocks goes to {most_blocks}; this pool serves requests of up to {longest} blocks")
+        wish = config.request_blocks
+        raise ConfigError(f"request_blocks is {wish!r}; this pool serves requests of up to {longest} blocks")
     random = np.random.default_rng([config.seed, 1])
     if config.scenario == "smoke":
         stored = config.num_blocks * config.block_size

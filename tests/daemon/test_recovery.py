@@ -210,7 +210,7 @@ def test_an_engine_that_is_started_later_has_the_log_level_of_the_last_reload(mo
     )
     monkeypatch.setattr("deepinfer.daemon.supervisor.EngineProcess", lambda config, _: started.append(config) or fake)
     board = StatusBoard({})
-    board.summary = {"num_blocks": 8}
+    board.summary = {"num_blocks": 8, "context": 128}
     board.ready_pid = fake.pid
     supervisor = Supervisor(DaemonConfig(), tmp_path, one_process(), board, lambda message: None)
     for level in ("info", "debug", "debug"):
